@@ -30,11 +30,11 @@ from qkv.figures.layout import (
     place,
     reference_line,
     room_below,
+    text_figure,
     titled,
     token_label,
     token_strip,
 )
-from qkv.figures.profiles import text_figure
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import counted, layers_and_heads, percent
 

@@ -21,7 +21,7 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normal
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.image import AxesImage
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from qkv._files import write_atomically
 from qkv.profiler.data import tables
@@ -415,6 +415,42 @@ def name_peaks(axes: Axes, values: np.ndarray, tokens: np.ndarray, most: int) ->
                 textcoords="offset points", ha="left" if position < 0.03 * len(values) else "center",
                 va="bottom", fontsize=7.5, color=WARM,
             )  # fmt: skip
+
+
+def text_figure(
+    title: str, subtitle: str, tokens: np.ndarray, share: np.ndarray, rows: np.ndarray, norm: LogNorm, what: str
+) -> tuple[Figure, Axes, Axes]:
+    """Shares along a text as a curve, and below it a strip of rows along the text; returns the figure and both axes."""
+    left, wide, tall = 1.02, 7.98, max(0.9, 0.16 * len(rows))
+    figure = titled(9.8, 3.27 + tall + room_below(tokens, wide), title, subtitle)
+    curve, strip = chart(figure, left, 0.95, wide, 2.2), place(figure, left, 3.27, wide, tall)
+    share_curve(curve, share, tokens, 9)
+    token_strip(strip, place(figure, left + wide + 0.09, 3.27, 0.08, tall), rows, norm)
+    strip.spines[:].set_visible(False)
+    along(curve, tokens, what, labels=False)
+    along(strip, tokens, what)
+    return figure, curve, strip
+
+
+def share_curve(axes: Axes, share: np.ndarray, tokens: np.ndarray, named: int) -> None:
+    """Shares along a text on a logarithmic scale, with the largest named; shares of 0 are left blank.
+
+    A sink receives a thousand times more than other keys.
+    """
+    positive = share[share > 0] if (share > 0).any() else np.ones(1)
+    top = float(positive.max())
+    low = min(max(float(np.quantile(positive, 0.02)), top * 1e-6), top / 4)
+    edges, shown = np.arange(len(share) + 1) - 0.5, np.where(share > 0, np.maximum(share, low), np.nan)
+    axes.set_yscale("log")
+    axes.stairs(shown, edges, baseline=low / 2, fill=True, color="#cfe1e4", lw=0)
+    axes.stairs(shown, edges, baseline=None, color=ACCENT, lw=0.9 if len(share) < 500 else 0.5)
+    axes.set_ylim(low / 1.3, top * (top / low) ** 0.25 * 1.2)
+    steps = (1, 2, 5) if top < 100 * low else (1,)  # in a narrow range, powers of ten would give too few ticks
+    axes.yaxis.set_major_locator(FixedLocator([m * 10.0**p for p in range(-9, 1) for m in steps if m * 10.0**p <= 1]))
+    axes.yaxis.set_major_formatter(PERCENT)
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+    name_peaks(axes, share, tokens, named)
 
 
 DPI = 160

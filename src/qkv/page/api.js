@@ -1,9 +1,8 @@
 // Requests to the server with errors as sentences, and the data of one profile or model, fetched on demand.
 
 import { addStatistics } from "./colour.js";
-import { decodedArrays, inflated, pooledMap } from "./data.js";
-import { rowOf } from "./heads.js";
 import { begin } from "./state.js";
+import { PageData } from "./stored_maps.js";
 
 const RETRIES = 4; // of a request that the server's full job queue rejected
 
@@ -34,6 +33,11 @@ export class Api {
   /** The JSON answer to a GET. */
   async get(path, { signal, quiet = false } = {}) {
     return this.response(path, { signal, quiet, read: (response) => response.json() });
+  }
+
+  /** The text of the answer to a GET. */
+  async text(path) {
+    return this.response(path, { read: (response) => response.text() });
   }
 
   /** The bytes of the answer to a GET, as an ArrayBuffer. */
@@ -97,35 +101,18 @@ function pause(milliseconds, signal) {
 }
 
 /** One profile or model: its page (see qkv.report.payload) and its weights on demand. g, t, layer, head are indices. */
-export class Source {
+export class Source extends PageData {
   #api;
   #version;
-  #cache = new Map(); // promises of curves and map shapes, which never change
 
   constructor(api, entry, page, version) {
+    super(page, (id) => api.text(this.#path(id.replaceAll("-", "/"))));
     this.#api = api;
     this.#version = version;
     this.id = entry.id;
     this.name = entry.name;
     this.kind = entry.kind;
-    this.page = page;
     addStatistics(page.statistics);
-  }
-
-  /** The curves of a text: {name: {values, shape}}. */
-  curves(g, t) {
-    return this.#once(`curves/${g}/${t}`, async (path) => {
-      const planes = new Uint8Array(await this.#api.bytes(path));
-      return decodedArrays(this.page.groups[g].texts[t].arrays, planes);
-    });
-  }
-
-  /** The pooled map of a head, see `pooledMap`; null if the profile has none. */
-  async pooled(g, t, layer, head) {
-    const group = this.page.groups[g], about = group.texts[t].pooled;
-    if (!about) return null;
-    const codes = await this.#once(`pools/${g}/${t}`, (path) => this.#api.get(path));
-    return pooledMap(about, await inflated(codes[rowOf(group, layer, head)]));
   }
 
   /**
@@ -133,12 +120,12 @@ export class Source {
    * where not defined. `maps` is "weights" or "pooled"; null, with no values, if there are no maps to compare.
    */
   similar(g, t, layer, head) {
-    return this.#once(`similar/${g}/${t}/${layer}/${head}`, (path) => this.#api.get(path));
+    return this.once(`similar/${g}/${t}/${layer}/${head}`, (path) => this.#api.get(this.#path(path)));
   }
 
   /** Size and resolution of a head's map: {kind, n_queries, n_keys, deepest, why}. */
   map(g, t, layer, head) {
-    return this.#once(`map/${g}/${t}/${layer}/${head}`, (path) => this.#api.get(path));
+    return this.once(`map/${g}/${t}/${layer}/${head}`, (path) => this.#api.get(this.#path(path)));
   }
 
   /** The address of the tile in row i and column j of tiles. pool: "max" or "mean". */
@@ -188,14 +175,5 @@ export class Source {
 
   #path(rest) {
     return `/api/sources/${this.id}/${rest}`;
-  }
-
-  #once(rest, load) {
-    if (!this.#cache.has(rest)) {
-      const promise = load(this.#path(rest));
-      promise.catch(() => this.#cache.delete(rest)); // a failed request may be sent again
-      this.#cache.set(rest, promise);
-    }
-    return this.#cache.get(rest);
   }
 }

@@ -5,7 +5,7 @@ import { colourOf, rgbOf } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { csvOf } from "./export.js";
 import { rowOf } from "./heads.js";
-import { TILE } from "./tiles.js";
+import { assembled, Pyramid } from "./tiles.js";
 
 // One side of a comparison: {name: "left" or "right", source, at: {source, group, text, layer, head}, view, matrix, curves}.
 
@@ -83,26 +83,12 @@ export const MAX_EXACT = 512;
  * queries × step.across keys; the last blocks may be smaller.
  */
 export async function matrixOf(source, { group, text, layer, head }, { signal }) {
-  const shape = await source.map(group, text, layer, head);
-  const { kind, n_queries, n_keys, deepest, why } = shape, tile = TILE;
+  const shape = await source.map(group, text, layer, head), { kind, n_queries, n_keys, why } = shape;
   if (kind === "none") return { values: null, n_queries, n_keys, exact: false, why };
-  const pixel = { down: shape.pixel_queries ?? 1, across: shape.pixel_keys ?? 1 }; // more than 1 if only bins are stored
-  const exact = kind !== "small" && Math.max(n_queries, n_keys) <= MAX_EXACT;
-  const zoom = exact ? deepest : 0;
-  const block = 2 ** (deepest - zoom), step = { down: block * pixel.down, across: block * pixel.across };
-  const across = exact ? Math.ceil(n_keys / tile) : 1, down = exact ? Math.ceil(n_queries / tile) : 1;
-  const places = Array.from({ length: down * across }, (_, at) => [Math.floor(at / across), at % across]);
-  const tiles = await Promise.all(places.map(([i, j]) => source.tile(group, text, layer, head, "max", zoom, i, j, { signal })));
-  const rows = exact ? n_queries : (tiles[0]?.rows ?? Math.ceil(n_queries / step.down));
-  const columns = exact ? n_keys : (tiles[0]?.columns ?? Math.ceil(n_keys / step.across));
-  const values = new Float32Array(rows * columns); // masked tiles stay zero
-  tiles.forEach((part, at) => {
-    if (!part) return;
-    const [i, j] = places[at];
-    for (let row = 0; row < part.rows; row++)
-      values.set(part.values.subarray(row * part.columns, (row + 1) * part.columns), (i * tile + row) * columns + j * tile);
-  });
-  return { rows, columns, values, step, n_queries, n_keys, exact, why };
+  const pyramid = new Pyramid(shape), exact = kind !== "small" && Math.max(n_queries, n_keys) <= MAX_EXACT, zoom = exact ? pyramid.deepest : 0;
+  const whole = { top: 0, left: 0, bottom: n_queries - 1, right: n_keys - 1 };
+  const map = await assembled(pyramid, zoom, whole, ({ i, j }) => source.tile(group, text, layer, head, "max", zoom, i, j, { signal }));
+  return { ...map, step: pyramid.step(zoom), n_queries, n_keys, exact, why };
 }
 
 /** The total variation distance of each query: half the sum of |left − right| over the keys. */

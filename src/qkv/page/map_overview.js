@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { csvOf } from "./export.js";
-import { FIRST, painted, TILE } from "./tiles.js";
+import { assembled, FIRST, painted } from "./tiles.js";
 
 const MAX_SIZE = { w: 216, h: 150 }; // pixels
 
@@ -63,30 +63,20 @@ const MAX_ROWS = 250_000;
  */
 export async function mapCsv(map, tileOf) {
   const { pyramid, pool, tokens } = map.content, { rows: [top, bottom], columns: [left, right] } = map.layout;
-  const pairs = (bottom - top + 1) * (right - left + 1);
-  const bins = (zoom) => {
+  const sizeAt = (zoom) => {
     const { down, across } = pyramid.step(zoom);
     return (Math.floor(bottom / down) - Math.floor(top / down) + 1) * (Math.floor(right / across) - Math.floor(left / across) + 1);
   };
-  const exact = pyramid.exact && pairs <= MAX_ROWS;
+  const exact = pyramid.exact && sizeAt(pyramid.deepest) <= MAX_ROWS;
   let zoom = exact ? pyramid.deepest : map.level;
-  while (!exact && zoom > 0 && bins(zoom) > MAX_ROWS) zoom--;
-  const { down, across } = pyramid.step(zoom);
+  while (!exact && zoom > 0 && sizeAt(zoom) > MAX_ROWS) zoom--;
+  const { down, across } = pyramid.step(zoom), part = await assembled(pyramid, zoom, { top, left, bottom, right }, (place) => tileOf(exact ? "max" : pool, place));
+  const lines = Array.from(part.values, (weight, at) => {
+    const row = part.top + Math.floor(at / part.columns), column = part.left + (at % part.columns);
+    return exact
+      ? [row, tokens.queries[row], column, tokens.keys[column], weight]
+      : [row * down, Math.min((row + 1) * down, pyramid.queries) - 1, column * across, Math.min((column + 1) * across, pyramid.keys) - 1, weight];
+  });
   const columns = exact ? ["query", "query_token", "key", "key_token", "weight"] : ["first_query", "last_query", "first_key", "last_key", `${pool}_weight`];
-  const lines = [];
-  const reach = { i: [Math.floor(top / down / TILE), Math.floor(bottom / down / TILE)], j: [Math.floor(left / across / TILE), Math.floor(right / across / TILE)] };
-  for (let i = reach.i[0]; i <= reach.i[1]; i++) {
-    const strip = [];
-    for (let j = reach.j[0]; j <= reach.j[1]; j++) strip.push(await tileOf(exact ? "max" : pool, { zoom, i, j }));
-    const until = Math.min((i + 1) * TILE, Math.floor(bottom / down) + 1);
-    for (let row = Math.max(i * TILE, Math.floor(top / down)); row < until; row++)
-      for (let column = Math.floor(left / across); column <= Math.floor(right / across); column++) {
-        const tile = strip[Math.floor(column / TILE) - reach.j[0]];
-        const weight = tile ? tile.values[(row - i * TILE) * tile.columns + (column % TILE)] : 0; // no tile: masked
-        lines.push(exact
-          ? [row, tokens.queries[row], column, tokens.keys[column], weight]
-          : [row * down, Math.min((row + 1) * down, pyramid.queries) - 1, column * across, Math.min((column + 1) * across, pyramid.keys) - 1, weight]);
-      }
-  }
   return csvOf(columns, lines);
 }

@@ -53,15 +53,13 @@ export class MapColours {
   }
 }
 
-// Painting the tiles of a map onto a canvas. A missing tile is replaced by tiles of other zooms while it loads.
-
 /**
- * Paint tiles into `layout.frame` of a canvas with `ratio` pixels per pixel of the stage. `content` as in MapView;
- * `places`: the visible tiles of `zoom`.
+ * Paint the tiles of a zoom into `layout.frame` of a canvas with `ratio` pixels per pixel of the stage; if some are not loaded
+ * yet, first those of other zooms below them. `content` as in MapView.
  */
-function paintTiles(context, { layout, content, ratio, zoom, places }) {
-  const { frame, origin, scale } = layout, { pyramid, store, pool, lookOf, colours } = content;
-  const edge = (at) => Math.round(at * ratio);
+function paintTiles(context, { layout, content, ratio, zoom }) {
+  const { frame, origin, scale, rows, columns } = layout, { pyramid, store, pool, lookOf, colours } = content;
+  const edge = (at) => Math.round(at * ratio), view = { top: rows[0], bottom: rows[1], left: columns[0], right: columns[1] };
   context.save();
   context.beginPath();
   context.rect(edge(frame.x), edge(frame.y), edge(frame.x + frame.w) - edge(frame.x), edge(frame.y + frame.h) - edge(frame.y));
@@ -71,43 +69,25 @@ function paintTiles(context, { layout, content, ratio, zoom, places }) {
   const pixel = pyramid.step(pyramid.deepest);
   context.imageSmoothingEnabled = scale * Math.max(pixel.down, pixel.across) < 2;
   context.imageSmoothingQuality = "low";
-
-  // `only`: the area of a missing tile, in tokens, that a tile of another zoom replaces.
-  const put = (place, tile, only = null) => {
-    const { top, left, down, across } = pyramid.extent(place);
-    const from = { x: Math.max(only?.left ?? -Infinity, layout.columns[0]), y: Math.max(only?.top ?? -Infinity, layout.rows[0]) };
-    const to = { x: Math.min(only?.right ?? Infinity, layout.columns[1] + 1), y: Math.min(only?.bottom ?? Infinity, layout.rows[1] + 1) };
-    const part = only ? (at) => at : null; // a replacement is cut exactly at the missing tile, other tiles at whole pixels
-    const sx = Math.max((part ?? Math.floor)((from.x - left) / across), 0), sy = Math.max((part ?? Math.floor)((from.y - top) / down), 0);
-    const ex = Math.min((part ?? Math.ceil)((to.x - left) / across), tile.columns), ey = Math.min((part ?? Math.ceil)((to.y - top) / down), tile.rows);
-    if (ex <= sx || ey <= sy) return;
-    const dx = edge(origin.x + (left + sx * across) * scale), dy = edge(origin.y + (top + sy * down) * scale);
-    const dw = edge(origin.x + (left + ex * across) * scale) - dx, dh = edge(origin.y + (top + ey * down) * scale) - dy;
-    if (dw > 0 && dh > 0) context.drawImage(painted(tile, lookOf(place.zoom)), sx, sy, ex - sx, ey - sy, dx, dy, dw, dh);
+  const paintTile = (place, tile) => {
+    const { top, left, down, across } = pyramid.extent(place), masked = !tile.rows;
+    const sx = Math.max(Math.floor((view.left - left) / across), 0), ex = Math.min(Math.ceil((view.right + 1 - left) / across), masked ? TILE : tile.columns);
+    const sy = Math.max(Math.floor((view.top - top) / down), 0), ey = Math.min(Math.ceil((view.bottom + 1 - top) / down), masked ? TILE : tile.rows);
+    const dx = edge(origin.x + (left + sx * across) * scale), dw = edge(origin.x + (left + ex * across) * scale) - dx;
+    const dy = edge(origin.y + (top + sy * down) * scale), dh = edge(origin.y + (top + ey * down) * scale) - dy;
+    if (ex <= sx || ey <= sy || dw <= 0 || dh <= 0) return;
+    context.fillRect(dx, dy, dw, dh); // zeros are transparent
+    if (!masked) context.drawImage(painted(tile, lookOf(place.zoom)), sx, sy, ex - sx, ey - sy, dx, dy, dw, dh);
   };
-  const ready = [];
-  for (const place of places) {
-    const tile = store.get(pool, place);
-    if (tile) ready.push([place, tile]);
-    else paintReplacement(place);
+  const tilesAt = (at) => pyramid.within(at, view).map((place) => [place, store.get(pool, place)]);
+  const paintAll = (tiles) => { for (const [place, tile] of tiles) if (tile) paintTile(place, tile); };
+  const wanted = tilesAt(zoom);
+  if (wanted.some(([, tile]) => !tile)) {
+    for (let other = 0; other < zoom; other++) paintAll(tilesAt(other));
+    if (zoom < pyramid.deepest) paintAll(tilesAt(zoom + 1));
   }
-  for (const [place, tile] of ready) if (tile.rows) put(place, tile);
+  paintAll(wanted);
   context.restore();
-
-  function paintReplacement(place) {
-    const { top, left, down, across } = pyramid.extent(place);
-    for (let up = 1; up <= zoom; up++) {
-      const above = { zoom: zoom - up, i: place.i >> up, j: place.j >> up }, tile = store.get(pool, above);
-      if (!tile) continue;
-      if (tile.rows) put(above, tile, { top, left, bottom: top + TILE * down, right: left + TILE * across });
-      break;
-    }
-    if (zoom === pyramid.deepest) return;
-    for (let child = 0; child < 4; child++) {
-      const below = { zoom: zoom + 1, i: 2 * place.i + (child >> 1), j: 2 * place.j + (child & 1) }, tile = store.get(pool, below);
-      if (tile?.rows) put(below, tile);
-    }
-  }
 }
 
 // A map on a canvas, and its axes as SVG over it: drawn once a frame at most, panned and zoomed by pointer, touch, wheel and keys.
@@ -428,7 +408,7 @@ export class MapView {
     context.fillRect(0, 0, this.canvas.width, this.canvas.height);
     if (store) {
       store.want(this.wanted(layout), this.level);
-      paintTiles(context, { layout, content, ratio: this.ratio, zoom: this.level, places: this.inView(layout) });
+      paintTiles(context, { layout, content, ratio: this.ratio, zoom: this.level });
     }
     this.overlay.replaceChildren(...this.marks(layout));
     this.listeners.onframe(layout);

@@ -20,7 +20,6 @@ export function mount(root, app) {
   };
   let drawings = 0; // counts drawings, so that a slow one cannot replace a later one
   const similar = () => app.opened().similar(app.state.group, app.state.text, app.state.layer, app.state.head);
-  const loaded = (l, k) => app.opened().pooled(app.state.group, app.state.text, l, k);
 
   async function draw() {
     const drawing = ++drawings;
@@ -45,7 +44,7 @@ export function mount(root, app) {
     note.textContent = `Rows are queries, columns are keys${bins}. Click a map to open it.${order === "similar" ? ` The heads with the most similar maps come first. Similarity is ${similarityMeaning(alike.maps)}.` : ""}`;
     const { type } = group.types, chosen = type.map((_, at) => at).filter((at) => !only || type[at] === only);
     replace(box, wall({
-      group, high: about.high, layer: state.layer, head: state.head, load: loaded, sections: sectionsOf(order, { group, view, kinds, chosen, by, only, state, alike }),
+      group, high: about.high, layer: state.layer, head: state.head, load: (l, k) => app.opened().maps(state.group, state.text).small(rowOf(group, l, k)), sections: sectionsOf(order, { group, view, kinds, chosen, by, only, state, alike }),
       tip: (l, k) => [type[rowOf(group, l, k)], view.heads.goes_to[rowOf(group, l, k)], order === "value" ? `${labelOf(group, by)} ${written(view.heads[by][rowOf(group, l, k)], looks.statistics[by].unit)}` : null, alike && `similarity ${written(alike.values[rowOf(group, l, k)], "")}`].filter(Boolean).join("\n"),
       beside: (l, k) => (alike ? written(alike.values[rowOf(group, l, k)], "") : order === "value" ? written(view.heads[by][rowOf(group, l, k)], looks.statistics[by].unit) : ""),
       select: (layer, head) => app.go({ layer, head }, { replace: true }),

@@ -1,4 +1,4 @@
-// The curves and attention maps of the texts in the data of a report or a widget, decoded when they are needed.
+// The curves and attention maps of the texts in a page, decoded when they are needed.
 
 import { decodedArrays, inflated, pooledMap } from "./data.js";
 import { TILE } from "./tiles.js";
@@ -6,7 +6,7 @@ import { TILE } from "./tiles.js";
 // Exact maps: code c stands for the weight (c / 255)², see qkv.report.payload.
 const WEIGHTS = Float32Array.from({ length: 256 }, (_, code) => (code / 255) ** 2);
 
-/** What a page holds of its texts; `blob(id)` is the packed text of an element, see qkv.report.payload. */
+/** What a page (see qkv.report.payload) holds of its texts; `blob(id)`: its packed parts by name, or promises of them. */
 export class PageData {
   constructor(page, blob) {
     Object.assign(this, { page, blob, cache: new Map() });
@@ -14,18 +14,22 @@ export class PageData {
 
   /** A promise of the curves of a text: {name: {values, shape}}. */
   curves(g, t) {
-    return this.once(`curves-${g}-${t}`, async (id) => decodedArrays(this.page.groups[g].texts[t].arrays, await inflated(this.blob(id))));
+    return this.once(`curves-${g}-${t}`, async (id) => decodedArrays(this.page.groups[g].texts[t].arrays, await inflated(await this.blob(id))));
   }
 
   /** The StoredMaps of a text, or null if there are none. */
   maps(g, t) {
-    const view = this.page.groups[g].texts[t], packed = (id) => JSON.parse(this.blob(id));
+    const view = this.page.groups[g].texts[t], packed = async (id) => JSON.parse(await this.blob(id));
     if (view.maps !== "kept" && !view.pooled) return null;
-    return this.once(`stored-${g}-${t}`, () => new StoredMaps(view, async (kind, row) => this.once(`${kind}-${g}-${t}`, packed)[row]));
+    return this.once(`stored-${g}-${t}`, () => new StoredMaps(view, async (kind, row) => (await this.once(`${kind}-${g}-${t}`, packed))[row]));
   }
 
+  /** What `load(id)` gives, loaded once; what failed may be loaded again. */
   once(id, load) {
-    if (!this.cache.has(id)) this.cache.set(id, load(id));
+    if (!this.cache.has(id)) {
+      this.cache.set(id, load(id));
+      this.cache.get(id).catch?.(() => this.cache.delete(id));
+    }
     return this.cache.get(id);
   }
 }
@@ -49,7 +53,10 @@ export class StoredMaps {
   /** The bytes of a head: of all its weights, or of its pooled map. */
   bytes(kind, row) {
     const key = `${kind}/${row}`;
-    if (!this.cache.has(key)) this.cache.set(key, this.base64(kind, row).then(inflated));
+    if (!this.cache.has(key)) {
+      this.cache.set(key, this.base64(kind, row).then(inflated));
+      this.cache.get(key).catch(() => this.cache.delete(key));
+    }
     return this.cache.get(key);
   }
 

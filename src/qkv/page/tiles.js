@@ -66,6 +66,23 @@ export class Pyramid {
   }
 }
 
+/**
+ * A part of a map at a zoom, assembled from its tiles: {top, left, rows, columns, values}, in pixels of the zoom; masked tiles are
+ * zero. `box`: the first and last tokens, as for `Pyramid.within`; `tileOf(place)` is a promise of a tile.
+ */
+export async function assembled(pyramid, zoom, box, tileOf) {
+  const { down, across } = pyramid.step(zoom), [top, bottom] = [box.top, box.bottom].map((at) => Math.floor(at / down)), [left, right] = [box.left, box.right].map((at) => Math.floor(at / across));
+  const rows = bottom - top + 1, columns = right - left + 1, values = new Float32Array(rows * columns);
+  for (const place of pyramid.within(zoom, box)) { // one after another: the server has other work, too
+    const tile = await tileOf(place), from = Math.max(left - place.j * TILE, 0);
+    for (let row = 0; row < (tile?.rows ?? 0); row++) {
+      const at = place.i * TILE + row - top, to = Math.min(right + 1 - place.j * TILE, tile.columns);
+      if (at >= 0 && at < rows) values.set(tile.values.subarray(row * tile.columns + from, row * tile.columns + to), at * columns + place.j * TILE + from - left);
+    }
+  }
+  return { top, left, rows, columns, values };
+}
+
 const keyOfTile = (pool, { zoom, i, j }) => `${pool}/${zoom}/${i}/${j}`;
 
 /** Loads wanted tiles, a few at a time, into an LRU cache. */

@@ -88,9 +88,10 @@ export class TokenFlow {
   resize() {
     if (!this.element.clientWidth) return;
     if (this.element.clientWidth !== this.width) {
+      const begins = !this.width;
       this.width = this.element.clientWidth;
       this.estimate();
-      this.hold();
+      if (!begins) this.hold();
     }
     if (this.wanted !== undefined) this.reveal(this.wanted); else this.render();
   }

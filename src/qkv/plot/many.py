@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -335,105 +334,87 @@ def arcs(
         queries = [str(i) for i in range(n_queries)]
     rows, columns = token_lists(tokens, queries, n_queries, n_keys)
     keys = [token_label(name) for name in columns or map(str, range(n_keys))]
-    names = (keys, [token_label(name) for name in rows or []]) if between else (keys,)
     top = float(pairs.max()) or 1.0
     arrows = [(int(query), int(key)) for query, key in np.argwhere(pairs > FAINT * top)]
     if len(arrows) > PAIRS:
         raise InputError(
             f"w has {len(arrows):,} arrows to draw, expected at most {PAIRS:,}; draw it with qkv.plot.weights"
         )
-    form = _Form.of(names, arrows, ax)
+    others = [token_label(name) for name in rows or []] if between else []
+    n, longest = max(len(keys), len(others)), max(map(len, [*keys, *others]))
+    points, character = min(9.0, 330 / n), CHARACTER / 8  # inches for each point
     if ax is None:
-        head, wide, tall = 0.45 if title else 0.15, form.n * form.unit, form.height * form.unit
-        figure = Drawing(figsize=(max(wide + 0.4, 2.4), head + tall + 0.1))
-        ax = place(figure, 0.2, head, wide, tall)
-    ax.set_xlim(-0.5, form.n - 0.5)
-    ax.set_ylim(form.above - form.height, form.above)
-    ax.set_aspect("equal")
+        unit = max(UNIT, longest * character * points + 0.1)
+        unit = unit if unit * n <= GRAPH_WIDTH else min(UNIT, GRAPH_WIDTH / n)
+    else:
+        unit = ax.bbox.width / ax.get_figure(root=True).dpi / n  # type: ignore[union-attr]
+        points = min(points, 72 * unit)
+    turned = longest * character * points > unit
+    room = (longest * character * points / 2 + 0.05 if turned else 0.14) / unit
+    graph = _two_lines(keys, others, arrows, room) if between else _one_line(keys, arrows, room, turned=turned)
+    height = graph.above + graph.below + 0.25 / unit  # room for the direction of the arrows
+    if ax is None:
+        head = 0.45 if title else 0.15
+        figure = Drawing(figsize=(max(n * unit + 0.4, 2.4), head + height * unit + 0.1))
+        ax = place(figure, 0.2, head, n * unit, height * unit)
+    ax.set(xlim=(-0.5, n - 0.5), ylim=(graph.above - height, graph.above), aspect="equal")
     ax.set_axis_off()
     panel_title(ax, title)
-    for query, key in arrows:
-        ax.add_patch(form.arrow(query, key, float(pairs[query, key]) / top))
-    for number, side in enumerate(names):
-        form.write(ax, side, number)
+    thin = min(1.0, 16 / n)
+    for (query, key), (colour, start, end, bend) in zip(arrows, graph.arrows, strict=True):
+        weight = float(pairs[query, key]) / top
+        ax.add_patch(FancyArrowPatch(
+            start, end, arrowstyle="-|>", mutation_scale=max(2.5, 7 * thin), lw=(0.4 + 1.1 * weight) * thin,
+            color=colour, alpha=0.25 + 0.65 * weight, gid=f"{query}>{key}", shrinkA=0, shrinkB=0,
+            connectionstyle=f"arc3,rad={bend}",
+        ))  # fmt: skip
+    for x, y, align, name in graph.names:
+        ax.text(x, y, name, ha="center", va=align, fontsize=points, color=INK, rotation=90 if turned else 0)
     ax.text(0, 0, DIRECTION, transform=ax.transAxes, va="bottom", fontsize=7, color=MUTED)
     return ax
 
 
-@dataclass(frozen=True)
-class _Form:
-    """The places of tokens and arrows. Distances are in tokens; `unit` is that of two neighbours, in inches."""
+_Arrow = tuple[str, tuple[float, float], tuple[float, float], float]
 
-    sizes: tuple[int, ...]
-    """The number of tokens, or of keys and of queries if they are on two lines."""
-    unit: float
-    points: float
-    turned: bool
-    """Whether names are turned by 90 degrees, since the longest is wider than a token."""
-    room: float
-    """Half of the height of the names."""
-    hanging: bool
-    """Whether names begin at the arrows above them, since there are no arrows below."""
+
+class _Graph(NamedTuple):
+    """The parts of a graph. Distances are in tokens, upwards from the names, of keys if there are two lines."""
+
+    names: list[tuple[float, float, str, str]]
+    """Place, vertical alignment, and text."""
+    arrows: list[_Arrow]
+    """Colour, start, end, and curvature of each pair."""
     above: float
-    """The distance from the middle of the names, of keys if there are two lines, to the upper edge."""
-    height: float
+    """The distance to the upper edge."""
+    below: float
 
-    @classmethod
-    def of(cls, names: tuple[list[str], ...], arrows: list[tuple[int, int]], ax: Axes | None) -> _Form:
-        sizes = tuple(map(len, names))
-        n, longest = max(sizes), max(len(name) for side in names for name in side)
-        points, character = min(9.0, 330 / n), CHARACTER / 8  # inches for each point
-        if ax is None:
-            unit = max(UNIT, longest * character * points + 0.1)
-            unit = unit if unit * n <= GRAPH_WIDTH else min(UNIT, GRAPH_WIDTH / n)
-        else:
-            unit = ax.bbox.width / ax.get_figure(root=True).dpi / n  # type: ignore[union-attr]
-            points = min(points, 72 * unit)
-        turned = longest * character * points > unit
-        room = (longest * character * points / 2 + 0.05 if turned else 0.14) / unit
-        foot = 0.25 / unit  # for the direction of the arrows
-        if len(names) == 2:
-            return cls(sizes, unit, points, turned, room, False, room + 0.1, 4 * room + 0.2 + BETWEEN + foot)
-        back = max([0.0, *(BEND / 2 * (query - key) for query, key in arrows if key < query)])
-        ahead = max([0.0, *(BEND / 2 * (key - query) for query, key in arrows if key > query)])
-        ring = RING if any(query == key for query, key in arrows) else 0.0
-        above = room + max(back, ring) + 0.1
-        return cls(sizes, unit, points, turned, room, turned and not ahead, above, above + room + ahead + 0.1 + foot)
 
-    @property
-    def n(self) -> int:
-        return max(self.sizes)
+def _one_line(tokens: list[str], arrows: list[tuple[int, int]], room: float, *, turned: bool) -> _Graph:
+    """Draw arrows back above the names, and those ahead below. `room` is half of the height of the names."""
+    ends: list[_Arrow] = []
+    for query, key in arrows:
+        if query == key:
+            ends.append((MUTED, (query + 0.13, room), (key - 0.13, room), 1.6))
+            continue
+        side = 1 if key < query else -1
+        start, end = (query - 0.05 * side, room * side), (key + 0.05 * side, room * side)
+        ends.append((ACCENT if key < query else WARM, start, end, BEND))
+    back, ahead = (max([0.0, *(BEND / 2 * side * (q - k) for q, k in arrows)]) for side in (1, -1))
+    ring = RING if any(query == key for query, key in arrows) else 0.0
+    hanging = turned and not ahead  # names begin at the arrows above them
+    y, align = (room - 0.12, "top") if hanging else (0.0, "center")
+    names = [(float(at), y, align, name) for at, name in enumerate(tokens)]
+    return _Graph(names, ends, room + max(back, ring) + 0.1, room + ahead + 0.1)
 
-    def x(self, at: int, line: int = 0) -> float:
-        """The place of a token; the shorter of two lines is centred."""
-        return at + (self.n - self.sizes[line]) / 2
 
-    def write(self, ax: Axes, names: list[str], line: int) -> None:
-        """The names of one line: of the tokens, or of the keys (0) and of the queries (1)."""
-        y, align = (self.room - 0.12, "top") if self.hanging else (0.0, "center")
-        if len(self.sizes) == 2:
-            y, align = (-self.room - BETWEEN, "top") if line else (-self.room, "bottom")
-        for at, name in enumerate(names):
-            ax.text(self.x(at, line), y, name, ha="center", va=align, fontsize=self.points, color=INK,
-                    rotation=90 if self.turned else 0)  # fmt: skip
-
-    def arrow(self, query: int, key: int, weight: float) -> FancyArrowPatch:
-        """The arrow of one pair, from the query to the key."""
-        colour = MUTED if query == key else ACCENT if key < query else WARM
-        thin = min(1.0, 16 / self.n)
-        style: dict[str, Any] = {
-            "arrowstyle": "-|>", "mutation_scale": max(2.5, 7 * thin), "lw": (0.4 + 1.1 * weight) * thin,
-            "color": colour, "alpha": 0.25 + 0.65 * weight, "gid": f"{query}>{key}", "shrinkA": 0, "shrinkB": 0,
-        }  # fmt: skip
-        if len(self.sizes) == 2:
-            ends = (self.x(query, 1), -self.room - BETWEEN + 0.08), (self.x(key), -self.room - 0.08)
-            return FancyArrowPatch(*ends, **(style | {"color": ACCENT}))
-        if query == key:  # a ring above the token
-            ends = (query + 0.13, self.room), (key - 0.13, self.room)
-            return FancyArrowPatch(*ends, connectionstyle="arc3,rad=1.6", **style)
-        side = 1 if key < query else -1  # above the names if it points back
-        ends = (query - 0.05 * side, self.room * side), (key + 0.05 * side, self.room * side)
-        return FancyArrowPatch(*ends, connectionstyle=f"arc3,rad={BEND}", **style)
+def _two_lines(keys: list[str], queries: list[str], arrows: list[tuple[int, int]], room: float) -> _Graph:
+    """Draw arrows from the queries, below, to the keys; the shorter line is centred."""
+    more, below = (len(queries) - len(keys)) / 2, -room - BETWEEN
+    key_left, query_left = max(more, 0.0), max(-more, 0.0)
+    names = [(at + key_left, -room, "bottom", name) for at, name in enumerate(keys)]
+    names += [(at + query_left, below, "top", name) for at, name in enumerate(queries)]
+    ends = [(ACCENT, (query + query_left, below + 0.08), (key + key_left, -room - 0.08), 0.0) for query, key in arrows]
+    return _Graph(names, ends, room + 0.1, 3 * room + 0.1 + BETWEEN)
 
 
 def _pairs(w: Any, tokens: Sequence[Any] | None, queries: Sequence[Any] | None) -> np.ndarray:

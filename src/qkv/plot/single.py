@@ -31,10 +31,10 @@ from qkv.figures.layout import (
     panel_title,
     place,
     plain,
+    share_curve,
     write_cells,
 )
 from qkv.figures.map import alignment_figure, overlay_figure
-from qkv.figures.profiles import share_curve
 from qkv.plot.given import Matrix, array, layers, masked, token_lists
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import STATISTICS

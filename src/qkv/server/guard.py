@@ -13,11 +13,11 @@ import json
 import re
 import secrets
 import socket
-from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -127,11 +127,11 @@ class Guard:
             await error_answer(*problem)(scope, receive, protected)
             return
         if self.token is not None:
-            sent = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("token")
-            if sent is not None and _equal(sent, self.token):
-                await self._with_cookie(scope)(scope, receive, protected)
+            request = Request(scope)
+            if _equal(request.query_params.get("token", ""), self.token):
+                await self._with_cookie(request)(scope, receive, protected)
                 return
-            if not _equal(_cookie(_single(headers, "cookie") or "", self.cookie), self.token):
+            if not _equal(request.cookies.get(self.cookie, ""), self.token):
                 sentence = "The request lacks the server's token: open the address that its terminal shows."
                 await error_answer(401, sentence)(scope, receive, protected)
                 return
@@ -180,11 +180,11 @@ class Guard:
         name = found["name"].strip("[]").lower()
         return name in self.names or (self.public and _is_address(name))
 
-    def _with_cookie(self, scope: Scope) -> Response:
+    def _with_cookie(self, request: Request) -> Response:
         """Put the token into a cookie and redirect to the address without it: people share addresses."""
-        rest = [(k, v) for k, v in parse_qsl(scope["query_string"].decode("latin-1")) if k != "token"]
+        rest = [(k, v) for k, v in request.query_params.multi_items() if k != "token"]
         # A browser reads a path that begins with two slashes as another host.
-        path = "/" + scope.get("raw_path", scope["path"].encode()).decode("latin-1").lstrip("/\\")
+        path = "/" + request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1").lstrip("/\\")
         cookie = f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
         location = path + (f"?{urlencode(rest)}" if rest else "")
         return Response(
@@ -219,13 +219,6 @@ def _single(headers: Headers, name: str) -> str | None:
 def _equal(sent: str, token: str) -> bool:
     """Compare in constant time."""
     return secrets.compare_digest(sent.encode(), token.encode())
-
-
-def _cookie(header: str, name: str) -> str:
-    try:
-        return SimpleCookie(header)[name].value
-    except (CookieError, KeyError):
-        return ""
 
 
 async def _body(receive: Receive) -> bytes | None:

@@ -149,18 +149,11 @@ async def page(request: Request, s: Position) -> Response:
     return Response(ready_source(request, s).page, media_type="application/json", headers={"Cache-Control": "no-cache"})
 
 
-@data_router.get("/curves/{g}/{t}", responses=FLOATS)
-async def curves(at: TextAt, g: Position, t: Position) -> Response:
-    """Curves along a text as planes of 16-bit integers; `arrays` in the page describes how to decode them."""
-    return Response(
-        at.source.curves[g, t], media_type="application/octet-stream", headers={"Cache-Control": "no-cache"}
-    )
-
-
-@data_router.get("/pools/{g}/{t}")
-async def pools(at: TextAt, g: Position, t: Position) -> Response:
-    """The pooled map of each head in base64, deflated; `pooled` in the page describes how to decode them."""
-    return Response(at.source.pools[g, t], media_type="application/json", headers={"Cache-Control": "no-cache"})
+@data_router.get("/{kind}/{g}/{t}", responses={200: {"content": {"text/plain": {}}}})
+async def packed(at: TextAt, kind: Literal["curves", "pools"]) -> Response:
+    """The curves along a text, or the pooled map of each head, as text; the page describes how to decode them."""
+    text = at.source.blobs.get(f"{kind}-{at.place[1]}-{at.place[2]}", "")
+    return Response(text, media_type="text/plain", headers={"Cache-Control": "no-cache"})
 
 
 @data_router.get("/map/{g}/{t}/{layer}/{head}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import functools
 import logging
 import secrets
 import threading
-import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -84,10 +82,8 @@ class Source(SourceState):
     """The attention weights of each group."""
     page: bytes = b""
     """The JSON of `qkv.report.payload.payload`."""
-    pools: dict[tuple[int, int], str] = field(default_factory=dict)
-    """The pooled maps by group and text, as JSON: see `qkv.report.payload`."""
-    curves: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """The curves by group and text: 16-bit planes, as the payload describes them."""
+    blobs: dict[str, str] = field(default_factory=dict)
+    """The curves and the pooled maps of each text by their names in the payload."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     """The groups of the page."""
     arguments: dict[str, Any] | None = None
@@ -361,6 +357,4 @@ def _build_page(source: Source) -> None:
     page["effects"] = source.effects
     source.groups = page["groups"]
     source.page = as_json(page).encode()
-    places = [(group, text) for group, one in enumerate(page["groups"]) for text in range(len(one["texts"]))]
-    source.pools = {place: blobs.get("pools-{}-{}".format(*place), "[]") for place in places}
-    source.curves = {place: zlib.decompress(base64.b64decode(blobs["curves-{}-{}".format(*place)])) for place in places}
+    source.blobs = {name: blob for name, blob in blobs.items() if not name.startswith("maps-")}  # it has exact tiles
