@@ -44,7 +44,7 @@ class Poisoned(Tiny):
     task = Counting(poison=0)
 
     def conclude(self, results: Results) -> Conclusion:
-        assert results.by_variant("measured.x") == {"computed": [0.5]}  # but no trained variant
+        assert [v for v in results.variants if results.finished(v)] == ["computed"]
         return Conclusion([Verdict("C900", UNSEEN, "no run was finished")], "Nothing", "Nothing.")
 
 

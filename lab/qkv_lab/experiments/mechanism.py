@@ -99,7 +99,7 @@ class Mechanism(Sweep):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """One effect per depth, if models of that depth learn the task and have a sink."""
-        drain = at_strongest_head(results, "check.value_drain")
+        drain = at_strongest_head("check.value_drain")
         found: dict[str, list[Effect]] = {criterion.claim: [has_sink(results, ONE)] for criterion in self.criteria}
         found["C067"] = [
             Effect(f"the ratio with {ONE}", results.values(ONE, "check.massive"), bound=PEAK, premise=True)
@@ -107,13 +107,13 @@ class Mechanism(Sweep):
         for variant in self.variants:
             why = not_learnt(results, variant)
             peaks = results.by_seed(variant, "measured.peaks")
-            left = {s: x for s, x in results.by_seed(variant, "measured.without_peaks").items() if peaks[s] > 0}
+            left = results.by_seed(variant, "measured.without_peaks")[peaks > 0]
             few = f"earlier layers write a peak in {len(left)} of {len(peaks)} runs"
             for claim, values, reason in (
                 ("C067", results.values(variant, "check.massive"), why),
-                ("C068", list(drain.get(variant, {}).values()), why),
+                ("C068", list(results.by_seed(variant, drain)), why),
                 ("C069", results.values(variant, "measured.nearest"), why),
-                ("C073", list(left.values()), why or (few if len(left) < max(2, len(peaks) / 2) else "")),
+                ("C073", list(left), why or (few if len(left) < max(2, len(peaks) / 2) else "")),
             ):
                 found[claim].append(Effect(variant, values, unless=reason))
         return found
@@ -230,14 +230,14 @@ class Overmixing(Experiment):
             "the weight on the first key in the layer with the greatest sink",
             results.values(TRAINED, "measured.sink"), bound=heads.THRESHOLD, above=True, premise=True,
         )  # fmt: skip
-        ratio = [hidden[seed] / kept[seed] for seed in kept]
+        ratio = list(hidden / kept)
         heavy = [o.measured["added_heavy"] for o in results.finished(TRAINED)]
         return {
             "C074": [seen, Effect("", ratio, unless=why)],
             "C076": [seen, Effect("", [x for x in heavy if x is not None], unless=why)],
             "C077": [
                 seen,
-                Effect("with the sink", list(kept.values()), unless=why),
+                Effect("with the sink", list(kept), unless=why),
                 Effect("with the first key masked, times as far", ratio, unless=why, bound=TIMES, above=True),
             ],
         }
