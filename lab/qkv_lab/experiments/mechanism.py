@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import qkv
+from qkv import kernels
 from qkv.edits import HideFirst
 from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM
@@ -74,9 +75,10 @@ class Mechanism(Sweep):
         first = heads.weights(model, ids)["first"]
         layer, head = argmax_head(first[..., 1:].mean((0, 3)))
         block = model.blocks[layer]
-        with _recorded(model.blocks[0], block) as record:
-            model.hidden(ids)
-        x, embedded = record["x"], record["embedded"]
+        calls: list[Any] = []
+        with kernels.watching(lambda call, _: calls.append(call)):
+            states = residual_stream(model, ids)
+        x, embedded, call = states[layer], states[0], calls[layer]
         size, written = x.abs(), (x - embedded).abs()
         high = (size[:, 0].mean(0) > PEAK * size.median()) & (written[:, 0].mean(0) > size[:, 0].mean(0) / 2)
 
@@ -92,7 +94,7 @@ class Mechanism(Sweep):
             handle.remove()
         return {
             "layer": layer,
-            "nearest": nearest_first(record["q"][:, head], record["k"][:, head]),
+            "nearest": nearest_first(call.q[:, head], call.k[:, head // (call.q.shape[1] // call.k.shape[1])]),
             "peaks": int(high.sum()),
             "without_peaks": float(left.mean()),
         }
@@ -132,29 +134,6 @@ def nearest_first(q: Float[Tensor, "b n d"], k: Float[Tensor, "b n d"]) -> float
     hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
     best = cosine.masked_fill(hidden, -torch.inf).argmax(-1)[:, 2:]
     return float((best == 0).double().mean())
-
-
-@contextmanager
-def _recorded(first: nn.Module, block: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record, while the model runs inside: the embeddings (input of its `first` block), and of one block its input
-    ``x``, and ``q`` and ``k`` (b, heads, n, d)."""
-    record: dict[str, Tensor] = {}
-    attention: Any = block.attention
-
-    def products(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        q, k = given[:2]
-        record.update(q=q.detach(), k=k.detach().repeat_interleave(q.shape[1] // k.shape[1], 1))
-
-    handles = [
-        first.register_forward_pre_hook(lambda _, given: record.update(embedded=given[0].detach())),
-        block.register_forward_pre_hook(lambda _, given: record.update(x=given[0].detach())),
-        attention.composition.register_forward_pre_hook(products),
-    ]
-    try:
-        yield record
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 MIXED, CHANGED = 64, 8  # held-out texts, and the position where they are changed
