@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Int, Integer
 
 from qkv._progress import say, spinner
 from qkv._untrusted import check_version, load_json
@@ -110,6 +110,8 @@ def baselines(
     >>> round(found.unigram, 3), round(found.bigram, 3)
     (1.06, 0.439)
     """
+    from scipy.sparse import csr_matrix
+
     if texts.ndim != 2 or texts.shape[1] < 2:
         raise InputError(f"texts has shape {texts.shape}, expected (texts, width) with at least 2 tokens in each")
     for name, ids in (("train", train), ("texts", texts)):
@@ -117,28 +119,13 @@ def baselines(
             raise InputError(f"{name} has tokens {ids.min()} to {ids.max()}, expected 0 to {vocab_size - 1}")
     before, after = (x.ravel().astype(np.int64) for x in (texts[:, :-1], texts[:, 1:]))
     unigram = (np.bincount(train, minlength=vocab_size) + 1) / (len(train) + vocab_size)
-    own = unigram[after]
-    return Baselines(float(-np.log(own).mean()), float(-np.log(_bigram(train, before, after, own, vocab_size)).mean()))
-
-
-def _bigram(
-    train: Integer[np.ndarray, " tokens"],
-    before: Int[np.ndarray, " n"],
-    after: Int[np.ndarray, " n"],
-    unigram: Float[np.ndarray, " n"],
-    vocab_size: int,
-) -> Float[np.ndarray, " n"]:
-    """P(after | before) of each pair, given P(after). Only pairs that occur are stored: vocabularies may be large."""
-    pairs, counts = np.unique(train[:-1].astype(np.int64) * vocab_size + train[1:], return_counts=True)
-    contexts = pairs // vocab_size
-    total = np.bincount(contexts, counts, minlength=vocab_size)
-    types = np.bincount(contexts, minlength=vocab_size)
-    wanted = before * vocab_size + after
-    at = np.minimum(np.searchsorted(pairs, wanted), max(len(pairs) - 1, 0))
-    seen = np.where(pairs[at] == wanted, counts[at], 0) if len(pairs) else np.zeros(len(wanted))
-    evidence = total[before] + types[before]
-    mixed = (seen + types[before] * unigram) / np.maximum(evidence, 1)
-    return np.where(evidence > 0, mixed, unigram)
+    single = unigram[after]
+    ids = train.astype(np.int64)
+    counts = csr_matrix((np.ones(max(0, len(ids) - 1)), (ids[:-1], ids[1:])), (vocab_size, vocab_size))
+    total, types = counts.sum(1).A1[before], np.diff(counts.indptr)[before]
+    seen = np.asarray(counts[before, after]).ravel()
+    mixed = np.where(total > 0, (seen + types * single) / np.maximum(total + types, 1), single)
+    return Baselines(float(-np.log(single).mean()), float(-np.log(mixed).mean()))
 
 
 BOS = "<s>"

@@ -73,18 +73,17 @@ def register(one: Claim) -> None:
     CLAIMS[one.id] = one
 
 
-def claim(id_: str, section: str, text: str) -> Callable[[Callable[[], Verdict]], Callable[[], Verdict]]:
-    """Register the decorated function as the check of a claim, whose source is the folder of the function's file.
+def claim(section: str, text: str) -> Callable[[Callable[[], Verdict]], Callable[[], Verdict]]:
+    """Register the decorated function as the check of a claim: c014 in the folder chapter of claim C014 of the chapter.
 
     Args:
-        id_: the number of the claim, such as C014.
         section: the section of the source.
         text: the claim in one sentence, paraphrased. Markdown.
     """
 
     def registered(check: Callable[[], Verdict]) -> Callable[[], Verdict]:
         folder = check.__module__.split(".")[-2]
-        register(Claim(id_, folder.replace("_", " "), section, text, check))
+        register(Claim(check.__name__.upper(), folder.replace("_", " "), section, text, check))
         return check
 
     return registered

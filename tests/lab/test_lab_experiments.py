@@ -44,7 +44,7 @@ class Poisoned(Tiny):
     task = Counting(poison=0)
 
     def conclude(self, results: Results) -> Conclusion:
-        assert results.by_variant("measured.x") == {"computed": [0.5]}  # but no trained variant
+        assert [v for v in results.variants if results.finished(v)] == ["computed"]
         return Conclusion([Verdict("C900", UNSEEN, "no run was finished")], "Nothing", "Nothing.")
 
 
@@ -201,9 +201,10 @@ def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
     made = experiment(name)
     if type(made).lines is Experiment.lines and name != "heads":
         monkeypatch.setattr(type(made), "figure", lambda self, results: Figure((1, 1)))
-    for setting, again in zip(*(made.settings(3, True).values() for _ in range(2)), strict=True):
-        assert key(setting) == key(again)
-        assert setting.training.seed == 3
+    for seed, quick in ((3, True), (0, False)):
+        for setting, again in zip(*(made.settings(seed, quick).values() for _ in range(2)), strict=True):
+            assert key(setting) == key(again)
+            assert setting.training.seed == seed
     result = experiments.run(name, shared, quick=True)
     found = json.loads(result.json_path.read_text())
     assert [v.claim for v in result.verdicts] == list(made.claims)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import io
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from qkv.errors import InputError
 
@@ -22,47 +20,34 @@ def main(name: str, file: Path, defines: str, out: Path, seconds: float) -> int:
     """Check an answer. The exit code says whether it is right; files in `out` say why not. Imports do not count."""
     from qkv_lab import check
     from qkv_lab.answers import answer
+    from qkv_lab.check.hints import Failed
 
     with (out / LOOPS).open("w") as running:
         faulthandler.dump_traceback_later(seconds, exit=True, file=running)
         try:
             recorded = answer.Recorded(answer.load(file, defines))
-            told = _Tee(sys.stdout)
-            with contextlib.redirect_stdout(told):
-                right = getattr(check, name)(recorded)
+            getattr(check, name).__wrapped__(recorded)
+            return RIGHT
         except InputError as error:
             (out / REFUSED).write_text(str(error), encoding="utf-8")
             return UNUSABLE
+        except Failed as failed:
+            hint = str(failed)
         finally:
             faulthandler.cancel_dump_traceback_later()
-    if right:
-        return RIGHT
     if recorded.last is not None:
-        cause = told.getvalue().rpartition("✗ ")[2].partition(": ")[2].strip()
-        _explain(name, cause, recorded.last, file, out)
+        _explain(name, hint, recorded.last, file, out)
     return WRONG
 
 
-class _Tee(io.StringIO):
-    """Text that is also printed at once."""
-
-    def __init__(self, screen: TextIO) -> None:
-        super().__init__()
-        self.screen = screen
-
-    def write(self, text: str) -> int:
-        self.screen.write(text)
-        return super().write(text)
-
-
-def _explain(name: str, cause: str, call: Call, file: Path, out: Path) -> None:
+def _explain(name: str, hint: str, call: Call, file: Path, out: Path) -> None:
     """Print the traceback of an exception in the reader's code; draw a wrong result beside the right one."""
     from qkv_lab.answers import answer, picture
 
     if call.error is not None:
         print(answer.own_frames(call.error, file))
     else:
-        picture.draw(f"{name}: {cause}", call.result, answer.expected(name, call), out / DRAWN)
+        picture.draw(f"{name}: {hint}", call.result, answer.expected(name, call), out / DRAWN)
 
 
 if __name__ == "__main__":

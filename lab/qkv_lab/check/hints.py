@@ -18,8 +18,8 @@ class Wrong(Exception):  # noqa: N818  # a verdict on an answer, not an error of
     """An answer fails a trial; the message is the hint: the expected and the actual result, and the likely mistake."""
 
 
-class _Failed(Exception):  # noqa: N818
-    """Ends a check after its first ✗."""
+class Failed(Exception):  # noqa: N818
+    """Ends a check after its first ✗; the message is the hint."""
 
 
 def exercise(check: Callable[[Any], None]) -> Callable[[Any], bool]:
@@ -34,7 +34,7 @@ def exercise(check: Callable[[Any], None]) -> Callable[[Any], bool]:
             raise InputError(f"answer is {type(answer).__name__}, expected a function or class")
         try:
             check(answer)
-        except _Failed:
+        except Failed:
             return False
         return True
 
@@ -48,9 +48,9 @@ def trial(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        hint = error if isinstance(error, Wrong) else f"it raises {type(error).__name__}: {error}"
+        hint = str(error) if isinstance(error, Wrong) else f"it raises {type(error).__name__}: {error}"
         print(f"✗ {name}: {hint}")
-        raise _Failed from None
+        raise Failed(hint) from None
     print(f"✓ {name}")
 
 

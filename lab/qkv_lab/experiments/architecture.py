@@ -189,11 +189,10 @@ class Blocks(Experiment):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """C050 has two parts: with residuals the model learns, and without them it does not at any rate."""
-        gain = {v: [_gain(o) for o in results.finished(v)] for v in (BOTH, CHAINED)}
-        lost = {v: {o.seed: self._lost(o) for o in results.finished(v)} for v in (BOTH, BARE)}
+        gain = {v: list(results.by_seed(v, _gain)) for v in (BOTH, CHAINED)}
         return {
             "C050": [Effect("with residuals", gain[BOTH]), Effect("without", gain[CHAINED], above=False)],
-            "C051": [Effect("", [lost[BARE][s] - lost[BOTH][s] for s in lost[BARE] if s in lost[BOTH]])],
+            "C051": [Effect("", results.differences(BARE, BOTH, self._lost))],
         }
 
     def _lost(self, outcome: Outcome) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import pandas as pd
 from torch import nn
 
 from qkv.errors import InputError
@@ -99,25 +100,24 @@ class Results:
         Raises:
             InputError: if a run has no entry of that name.
         """
-        return list(self.by_seed(variant, name).values())
+        return list(self.by_seed(variant, name))
 
-    def by_seed(self, variant: str, name: str) -> dict[int, float]:
-        """As `values`, by the seed of the run; empty if there is no such variant."""
-        return {outcome.seed: float(np.max(value_of(outcome, name))) for outcome in self.finished(variant)}
+    def by_seed(self, variant: str, of: str | Callable[[Outcome], Any]) -> pd.Series:
+        """As `values`, or by a function of an outcome, with seeds as the index; empty if there is no such variant.
 
-    def across(self, variants: Sequence[str], name: str) -> np.ndarray:
-        """An entry of the seeds that finished in all these variants, (seeds, variants)."""
-        found = [self.by_seed(variant, name) for variant in variants]
-        seeds = sorted(set.intersection(*map(set, found)))
-        return np.array([[one[seed] for one in found] for seed in seeds])
+        The difference of two of them is that of the runs with the same seed, and NaN for all other seeds.
+        """
+        runs = self.finished(variant)
+        found = [float(np.max(value_of(x, of) if isinstance(of, str) else of(x))) for x in runs]
+        return pd.Series(found, [x.seed for x in runs], float)
 
-    def by_variant(self, name: str) -> dict[str, list[float]]:
-        """`values` of every variant with at least one run that did not diverge."""
-        return {variant: self.values(variant, name) for variant in self.variants if self.finished(variant)}
+    def across(self, variants: Sequence[str], of: str | Callable[[Outcome], Any]) -> pd.DataFrame:
+        """As `by_seed`, of the seeds that finished in all these variants, with variants as columns."""
+        return pd.concat({v: self.by_seed(v, of) for v in variants}, axis=1, join="inner").sort_index()
 
-    def differences(self, a: str, b: str, name: str) -> list[float]:
+    def differences(self, a: str, b: str, of: str | Callable[[Outcome], Any]) -> list[float]:
         """The values of variant `a` minus those of variant `b`, of the runs with the same seed."""
-        return paired(self.by_seed(a, name), self.by_seed(b, name))
+        return list((self.by_seed(a, of) - self.by_seed(b, of)).dropna())
 
     def finished(self, variant: str) -> list[Outcome]:
         """The runs of a variant that did not diverge; empty if there is no such variant."""
@@ -141,15 +141,6 @@ class Results:
         if fewest < self.seeds:
             seeds = f"{fewest} to {seeds}"
         return f"Quick form, too short to judge by: {seeds}." if self.quick else f"{seeds}."
-
-
-def paired(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
-    """The differences a − b of the values with the same seed.
-
-    >>> paired({0: 3.0, 1: 5.0}, {1: 1.0, 2: 9.0})
-    [4.0]
-    """
-    return [a[seed] - b[seed] for seed in a if seed in b]
 
 
 def value_of(outcome: Outcome, name: str) -> Any:

@@ -20,7 +20,7 @@ from qkv_lab.experiments.small import LEAST, fit, minus
 from qkv_lab.experiments.streaming import DATED
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.sequences import MIRRORS, Recall, Reversal
-from qkv_lab.tasks.translation import ARCHITECTURES, Translation
+from qkv_lab.tasks.translation import Translation
 
 NONE, BAHDANAU = "rnn", "bahdanau"
 LONGEST = 20  # most words in a source sentence
@@ -56,7 +56,7 @@ class Bottleneck(Experiment):
 
         The claims are about the first two architectures; the others, for the figure, have 3 seeds.
         """
-        names = (NONE, BAHDANAU) if quick or seed >= OTHERS else ARCHITECTURES
+        names = (NONE, BAHDANAU) if quick or seed >= OTHERS else STEPS
         return {name: _setting(name, seed, quick) for name in names}
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:

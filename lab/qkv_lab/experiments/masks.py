@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 import qkv
 from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab import heads
-from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting, paired
+from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.small import LEAST, fit, minus, setting, unlearnt
 from qkv_lab.experiments.streaming import DATED, PLAIN, SINK, Change, Sweep, argmax_head, decoder_and_task, not_learnt
@@ -93,8 +93,8 @@ class NoMask(Experiment):
                   unless=unlearnt(results, accuracy, 0.9, f"{name}, masked"))
             for name in written
         ]  # fmt: skip
-        guess = paired(
-            results.by_seed(text[1], "measured.writing_loss"), results.by_seed(text[1], "evaluation.unigram_loss")
+        written_loss, unigram = (
+            results.by_seed(text[1], x) for x in ("measured.writing_loss", "evaluation.unigram_loss")
         )
         chance = {"copying": 1 / COPY.symbols, "reversal": 1 / REVERSAL.symbols}
         perfect = [
@@ -110,7 +110,7 @@ class NoMask(Experiment):
         return {
             "C158": [replace(read, bound=CLEAR), *lost],
             "C199": [minus(results, "own key masked", "own key visible", "measured.loss")],
-            "C200": [*perfect, Effect("text", guess), *said],
+            "C200": [*perfect, Effect("text", list(written_loss - unigram)), *said],
         }
 
 
@@ -158,10 +158,8 @@ class Extrapolation(Experiment):
         found = []
         for other in ("sinusoidal", "learned"):
             for at, place in ((1, "33–64"), (2, f"65–{LONGEST}")):
-                mine, theirs = (_rises(results, kind, at) for kind in ("rotary", other))
-                values = [theirs[seed] - mine[seed] for seed in mine if seed in theirs]
-                found.append(Effect(f"{other}, positions {place},", values))
-        return {"C227": [Effect("", list(_rises(results, "sinusoidal", 2).values()))], "C228": found}
+                found.append(Effect(f"{other}, positions {place},", results.differences(other, "rotary", _rise(at))))
+        return {"C227": [Effect("", list(results.by_seed("sinusoidal", _rise(2))))], "C228": found}
 
     def lines(self, results: Results) -> Lines:
         """The loss within the length of training, up to twice, and up to four times as far."""
@@ -169,14 +167,9 @@ class Extrapolation(Experiment):
         return Lines((TRAINED, 2 * TRAINED, LONGEST), found, "positions up to", "loss, nats per byte")
 
 
-def _rises(results: Results, kind: str, at: int) -> dict[int, float]:
-    """The rise of the loss at a range of positions, by seed."""
-
-    def rise(outcome: Outcome) -> float:
-        losses = outcome.evaluation["loss_by_place"]
-        return float(losses[at] - losses[0])
-
-    return {outcome.seed: rise(outcome) for outcome in results.finished(kind)}
+def _rise(at: int) -> Callable[[Outcome], float]:
+    """The rise of the loss at a range of positions."""
+    return lambda outcome: outcome.evaluation["loss_by_place"][at] - outcome.evaluation["loss_by_place"][0]
 
 
 class RelativePositions(Experiment):
@@ -209,23 +202,21 @@ class RelativePositions(Experiment):
         """In training: the mean accuracy over evaluations every 25 steps, which is higher if learning is quicker."""
         variants = tuple(v for pair in self.kinds.values() for v in pair)
         why = unlearnt(results, "evaluation.accuracy", 0.9, *variants)
-        quick = {
-            kind: {o.seed: float(np.mean(o.curves["evaluation.accuracy"]["values"])) for o in results.finished(kind)}
-            for kind in variants
-        }
-        far = {kind: results.by_seed(kind, "evaluation.longer_accuracy") for kind in variants}
         within = f"within the {self.length} trained positions, over training,"
         beyond = f"beyond them, up to {self.longest},"
-        return {"C374": [Effect(within, self._gaps(quick), why), Effect(beyond, self._gaps(far), why)]}
+        quick, far = (self._gaps(results, of) for of in (_mean_accuracy, "evaluation.longer_accuracy"))
+        return {"C374": [Effect(within, quick, why), Effect(beyond, far, why)]}
 
-    def _gaps(self, values: Mapping[str, Mapping[int, float]]) -> list[float]:
+    def _gaps(self, results: Results, of: str | Callable[[Outcome], Any]) -> list[float]:
         """The mean of the relative schemes minus that of the absolute ones, for each seed that all have."""
-        seeds = sorted(set.intersection(*(set(x) for x in values.values())))
-        relative, absolute = (
-            [float(np.mean([values[v][seed] for v in self.kinds[kind]])) for seed in seeds]
-            for kind in ("relative", "absolute")
-        )
-        return [a - b for a, b in zip(relative, absolute, strict=True)]
+        found = results.across([v for pair in self.kinds.values() for v in pair], of)
+        relative, absolute = (found[list(kinds)].mean(axis=1) for kinds in self.kinds.values())
+        return list(relative - absolute)
+
+
+def _mean_accuracy(outcome: Outcome) -> float:
+    """The mean accuracy over training."""
+    return float(np.mean(outcome.curves["evaluation.accuracy"]["values"]))
 
 
 PREFIX, WINDOWS = (4, 8), (8, 16, 32)
@@ -333,5 +324,5 @@ def _moved(results: Results, variant: str, a: str, b: str, *, sum_of: bool = Fal
 
 def difference_of(results: Results, variant: str, a: str, b: str) -> Effect:
     """The effect of one measurement of a variant minus another."""
-    values = paired(results.by_seed(variant, f"measured.{a}"), results.by_seed(variant, f"measured.{b}"))
-    return Effect(variant, values, unless=not_learnt(results, variant))
+    one, other = (results.by_seed(variant, f"measured.{x}") for x in (a, b))
+    return Effect(variant, list(one - other), unless=not_learnt(results, variant))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import qkv
+from qkv import kernels
 from qkv.edits import HideFirst
 from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM
@@ -74,9 +75,10 @@ class Mechanism(Sweep):
         first = heads.weights(model, ids)["first"]
         layer, head = argmax_head(first[..., 1:].mean((0, 3)))
         block = model.blocks[layer]
-        with _recorded(model.blocks[0], block) as record:
-            model.hidden(ids)
-        x, embedded = record["x"], record["embedded"]
+        calls: list[Any] = []
+        with kernels.watching(lambda call, _: calls.append(call)):
+            states = residual_stream(model, ids)
+        x, embedded, call = states[layer], states[0], calls[layer]
         size, written = x.abs(), (x - embedded).abs()
         high = (size[:, 0].mean(0) > PEAK * size.median()) & (written[:, 0].mean(0) > size[:, 0].mean(0) / 2)
 
@@ -92,14 +94,14 @@ class Mechanism(Sweep):
             handle.remove()
         return {
             "layer": layer,
-            "nearest": nearest_first(record["q"][:, head], record["k"][:, head]),
+            "nearest": nearest_first(call.q[:, head], call.k[:, head // (call.q.shape[1] // call.k.shape[1])]),
             "peaks": int(high.sum()),
             "without_peaks": float(left.mean()),
         }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """One effect per depth, if models of that depth learn the task and have a sink."""
-        drain = at_strongest_head(results, "check.value_drain")
+        drain = at_strongest_head("check.value_drain")
         found: dict[str, list[Effect]] = {criterion.claim: [has_sink(results, ONE)] for criterion in self.criteria}
         found["C067"] = [
             Effect(f"the ratio with {ONE}", results.values(ONE, "check.massive"), bound=PEAK, premise=True)
@@ -107,13 +109,13 @@ class Mechanism(Sweep):
         for variant in self.variants:
             why = not_learnt(results, variant)
             peaks = results.by_seed(variant, "measured.peaks")
-            left = {s: x for s, x in results.by_seed(variant, "measured.without_peaks").items() if peaks[s] > 0}
+            left = results.by_seed(variant, "measured.without_peaks")[peaks > 0]
             few = f"earlier layers write a peak in {len(left)} of {len(peaks)} runs"
             for claim, values, reason in (
                 ("C067", results.values(variant, "check.massive"), why),
-                ("C068", list(drain.get(variant, {}).values()), why),
+                ("C068", list(results.by_seed(variant, drain)), why),
                 ("C069", results.values(variant, "measured.nearest"), why),
-                ("C073", list(left.values()), why or (few if len(left) < max(2, len(peaks) / 2) else "")),
+                ("C073", list(left), why or (few if len(left) < max(2, len(peaks) / 2) else "")),
             ):
                 found[claim].append(Effect(variant, values, unless=reason))
         return found
@@ -132,29 +134,6 @@ def nearest_first(q: Float[Tensor, "b n d"], k: Float[Tensor, "b n d"]) -> float
     hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
     best = cosine.masked_fill(hidden, -torch.inf).argmax(-1)[:, 2:]
     return float((best == 0).double().mean())
-
-
-@contextmanager
-def _recorded(first: nn.Module, block: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record, while the model runs inside: the embeddings (input of its `first` block), and of one block its input
-    ``x``, and ``q`` and ``k`` (b, heads, n, d)."""
-    record: dict[str, Tensor] = {}
-    attention: Any = block.attention
-
-    def products(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        q, k = given[:2]
-        record.update(q=q.detach(), k=k.detach().repeat_interleave(q.shape[1] // k.shape[1], 1))
-
-    handles = [
-        first.register_forward_pre_hook(lambda _, given: record.update(embedded=given[0].detach())),
-        block.register_forward_pre_hook(lambda _, given: record.update(x=given[0].detach())),
-        attention.composition.register_forward_pre_hook(products),
-    ]
-    try:
-        yield record
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 MIXED, CHANGED = 64, 8  # held-out texts, and the position where they are changed
@@ -230,14 +209,14 @@ class Overmixing(Experiment):
             "the weight on the first key in the layer with the greatest sink",
             results.values(TRAINED, "measured.sink"), bound=heads.THRESHOLD, above=True, premise=True,
         )  # fmt: skip
-        ratio = [hidden[seed] / kept[seed] for seed in kept]
+        ratio = list(hidden / kept)
         heavy = [o.measured["added_heavy"] for o in results.finished(TRAINED)]
         return {
             "C074": [seen, Effect("", ratio, unless=why)],
             "C076": [seen, Effect("", [x for x in heavy if x is not None], unless=why)],
             "C077": [
                 seen,
-                Effect("with the sink", list(kept.values()), unless=why),
+                Effect("with the sink", list(kept), unless=why),
                 Effect("with the first key masked, times as far", ratio, unless=why, bound=TIMES, above=True),
             ],
         }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qkv.profiler.capture.residual import attention_modules, observe_residual
 from qkv_lab import heads
-from qkv_lab.experiments.base import Results, Setting, paired
+from qkv_lab.experiments.base import Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.streaming import (
     DATED,
@@ -112,7 +112,7 @@ class Normalizers(Sweep):
             results.values(SOFTMAX, "check.massive"), bound=PEAK, premise=True,
         )  # fmt: skip
         off = [premise, difference(results, SOFTMAX, OFF)]
-        token = paired(results.by_seed(SOFTMAX, "measured.first"), results.by_seed(SOFTMAX, "measured.second"))
+        token = results.by_seed(SOFTMAX, "measured.first") - results.by_seed(SOFTMAX, "measured.second")
         learned = {"a learned logit": LEARNED, "a learned key": KEY}
 
         def less(name: str) -> list[Effect]:
@@ -128,7 +128,7 @@ class Normalizers(Sweep):
             "C105": [premise, *(sink(results, v) for v in GATES)],
             "C134": [premise, difference(results, SOFTMAX, KEY)],
             "C135": off,
-            "C140": [premise, Effect("", token, unless=not_learnt(results, SOFTMAX))],
+            "C140": [premise, Effect("", list(token), unless=not_learnt(results, SOFTMAX))],
             "C378": [
                 Effect(of, results.differences(of, by_sum, EXCESS)) for of, by_sum in DIVIDED.items()
             ],  # also of runs that did not learn the task, which is a harm

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from qkv.models import DecoderConfig
-from qkv_lab.experiments.base import Conclusion, Experiment, Lines, Results, Setting, paired
+from qkv_lab.experiments.base import Conclusion, Experiment, Lines, Results, Setting
 from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
 from qkv_lab.experiments.small import minus, setting
 from qkv_lab.experiments.streaming import DATED
@@ -71,7 +72,7 @@ class Scaling(Experiment):
         for kind, rise in zip(STARTS, rises, strict=True):
             small = _by_seed(results, LOSS, (UNSCALED, least), (ROOT, least), kind)
             large = _by_seed(results, LOSS, (UNSCALED, d), (ROOT, d), kind)
-            grows.append(replace(rise, values=paired(large, small)))
+            grows.append(replace(rise, values=list((large - small).dropna())))
         copied = [minus(results, variant(ROOT, d, kind), variant(UNSCALED, d, kind), ACCURACY, kind) for kind in STARTS]
         return {
             "C018": sharp, "C236": both, "C251": both, "C254": flat, "C322": rises, "C337": grows, "C381": copied,
@@ -87,9 +88,9 @@ def _dims(results: Results) -> list[int]:
     return [d for d in TRAINED if variant(ROOT, d, SMALL) in results.variants]
 
 
-def _by_seed(results: Results, name: str, a: tuple[str, int], b: tuple[str, int], kind: str) -> dict[int, float]:
+def _by_seed(results: Results, name: str, a: tuple[str, int], b: tuple[str, int], kind: str) -> pd.Series:
     one, other = (results.by_seed(variant(scale, d, kind), name) for scale, d in (a, b))
-    return {seed: one[seed] - other[seed] for seed in one if seed in other}
+    return one - other
 
 
 def _entropies(results: Results, d: int, kind: str) -> list[float]:

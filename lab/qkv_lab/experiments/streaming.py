@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
 from qkv.cache import Cache, Full, Sinks, Sliding
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loss import token_loss
-from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting, paired, value_of
+from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting, value_of
 from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.small import setting, unlearnt
 from qkv_lab.task import Measured, Training
@@ -125,14 +126,9 @@ def argmax_head(values: Any) -> tuple[int, int]:
     return int(layer), int(head)
 
 
-def at_strongest_head(results: Results, name: str) -> dict[str, dict[int, float]]:
-    """The value of a measure by layer and head at each run's strongest head, for every variant by seed."""
-    found: dict[str, dict[int, float]] = {}
-    for variant in results.variants:
-        for outcome in results.finished(variant):
-            layer, head = strongest_head(outcome)
-            found.setdefault(variant, {})[outcome.seed] = float(value_of(outcome, name)[layer][head])
-    return found
+def at_strongest_head(name: str) -> Callable[[Outcome], float]:
+    """The value of a measure by layer and head at the strongest head of a run."""
+    return lambda outcome: value_of(outcome, name)[strongest_head(outcome)[0]][strongest_head(outcome)[1]]
 
 
 def alpha_over_steps(results: Results, variant: str) -> tuple[list[int], np.ndarray]:
@@ -196,12 +192,12 @@ class Streaming(Experiment):
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         plain = rise(results, PLAIN, WINDOW)
         found = [
-            Effect("the rise without a sink of the model's own", list(plain.values()), bound=LEAST,
+            Effect("the rise without a sink of the model's own", list(plain), bound=LEAST,
                    above=True, premise=True)
         ]  # fmt: skip
         for variant in (LEARNED, KEY):
             found.append(
-                Effect(variant, paired(plain, rise(results, variant, WINDOW)),
+                Effect(variant, list((plain - rise(results, variant, WINDOW)).dropna()),
                        unless=not_learnt(results, PLAIN, variant))
             )  # fmt: skip
         return {"C101": found}
@@ -213,10 +209,10 @@ class Streaming(Experiment):
         return Lines(x, found, "position (tokens)", f"rise over all keys, {PLAIN} (nats)")
 
 
-def rise(results: Results, variant: str, cache: str) -> dict[int, float]:
+def rise(results: Results, variant: str, cache: str) -> pd.Series:
     """The rise of the loss over that of the full cache, in nats, for each seed, within the training length."""
     one, all_ = (results.by_seed(variant, f"measured.inside.{name}") for name in (cache, ALL))
-    return {seed: one[seed] - all_[seed] for seed in one}
+    return one - all_
 
 
 def _setting(seed: int, quick: bool, **parts: Any) -> Setting:

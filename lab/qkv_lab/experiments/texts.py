@@ -12,7 +12,7 @@ from torch import nn
 
 from qkv.models import DecoderConfig
 from qkv_lab import heads
-from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
+from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
 from qkv_lab.experiments.small import LEAST, setting
 from qkv_lab.experiments.streaming import (
@@ -273,12 +273,12 @@ class Dropout(Experiment):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """Less of it, and none of it, are two readings of the claim."""
-        none, some = (_rises(results, name) for name in self.rates)
-        fewer = [none[seed] - some[seed] for seed in some if seed in none]
-        return {"C179": [Effect("less of it", fewer), Effect("next to none", list(some.values()), above=False)]}
+        none, some = self.rates
+        fewer, left = results.differences(none, some, _rise), list(results.by_seed(some, _rise))
+        return {"C179": [Effect("less of it", fewer), Effect("next to none", left, above=False)]}
 
 
-def _rises(results: Results, variant: str) -> dict[int, float]:
-    """By seed, the held-out loss at the end of training minus its minimum over training."""
-    curves = {o.seed: o.curves["evaluation.loss"]["values"] for o in results.finished(variant)}
-    return {seed: float(values[-1] - min(values)) for seed, values in curves.items()}
+def _rise(outcome: Outcome) -> float:
+    """The held-out loss at the end of training minus its minimum over training."""
+    values = outcome.curves["evaluation.loss"]["values"]
+    return float(values[-1] - min(values))

@@ -19,7 +19,7 @@ from research.claims import Drifted, Verdict, claim, experiment, false, holds, o
 from research.claims.chapter.sinks import heads_of_mini, ids_of_mini, tokens_of_mini
 
 
-@claim("C020", "4.3", "The weights of a query are never negative and sum to 1.")
+@claim("4.3", "The weights of a query are never negative and sum to 1.")
 def c020() -> Verdict:
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 4, 50, 8, dtype=torch.float64)
@@ -32,7 +32,7 @@ def c020() -> Verdict:
     )
 
 
-@claim("C021", "4.3", "Softmax is monotonic: in a row a higher score gets a higher weight.")
+@claim("4.3", "Softmax is monotonic: in a row a higher score gets a higher weight.")
 def c021() -> Verdict:
     torch.manual_seed(0)
     s = torch.randn(100, 20, dtype=torch.float64)
@@ -40,7 +40,7 @@ def c021() -> Verdict:
     return holds(same, "Scores and weights have the same order in each of 100 rows of 20.")
 
 
-@claim("C024", "4.4", "$o_i = \\sum_j A_{ij} v_j$: an output is the sum of the values by the weights.")
+@claim("4.4", "$o_i = \\sum_j A_{ij} v_j$: an output is the sum of the values by the weights.")
 def c024() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 6, 4, dtype=torch.float64)
@@ -55,18 +55,18 @@ K = torch.tensor([[1, 1], [1, 0], [0, 1]], dtype=torch.float64)
 V = torch.tensor([[1, 0], [0, 1], [1, 1]], dtype=torch.float64)
 
 
-@claim("C025", "4.5", "In the worked example QKᵀ is (1 1 0; 1 0 1; 2 1 1).")
+@claim("4.5", "In the worked example QKᵀ is (1 1 0; 1 0 1; 2 1 1).")
 def c025() -> Verdict:
     return holds((Q @ K.T).tolist() == [[1, 1, 0], [1, 0, 1], [2, 1, 1]], "Recomputed: these very numbers.")
 
 
-@claim("C026", "4.5", "Over √2 the scores are (0.71 0.71 0; 0.71 0 0.71; 1.41 0.71 0.71).")
+@claim("4.5", "Over √2 the scores are (0.71 0.71 0; 0.71 0 0.71; 1.41 0.71 0.71).")
 def c026() -> Verdict:
     scaled = (Q @ K.T / 2**0.5).round(decimals=2).tolist()
     return holds(scaled == [[0.71, 0.71, 0], [0.71, 0, 0.71], [1.41, 0.71, 0.71]], "Recomputed to two decimals: equal.")
 
 
-@claim("C027", "4.5", "The first two rows of weights are (0.40 0.40 0.20) and (0.40 0.20 0.40).")
+@claim("4.5", "The first two rows of weights are (0.40 0.40 0.20) and (0.40 0.20 0.40).")
 def c027() -> Verdict:
     first, second, _ = (Q @ K.T / 2**0.5).softmax(-1).round(decimals=3).tolist()
     return holds(
@@ -75,7 +75,7 @@ def c027() -> Verdict:
     )
 
 
-@claim("C028", "4.5", "The third row of weights is (0.51 0.24 0.24).")
+@claim("4.5", "The third row of weights is (0.51 0.24 0.24).")
 def c028() -> Verdict:
     row = (Q @ K.T / 2**0.5).softmax(-1)[2]
     return false(
@@ -85,13 +85,13 @@ def c028() -> Verdict:
     )
 
 
-@claim("C029", "4.5", "The first two outputs are (0.60 0.60) and (0.80 0.60).")
+@claim("4.5", "The first two outputs are (0.60 0.60) and (0.80 0.60).")
 def c029() -> Verdict:
     first, second, _ = qkv.attend(Q[None, None], K[None, None], V[None, None])[0, 0].round(decimals=3).tolist()
     return holds(first == [0.599, 0.599] and second == [0.802, 0.599], f"To three decimals: {first} and {second}.")
 
 
-@claim("C030", "4.5", "The third output is (0.75 0.49).")
+@claim("4.5", "The third output is (0.75 0.49).")
 def c030() -> Verdict:
     first, second = qkv.attend(Q[None, None], K[None, None], V[None, None])[0, 0, 2].tolist()
     return false(
@@ -101,7 +101,7 @@ def c030() -> Verdict:
     )
 
 
-@claim("C007", "3.1", "Queries and keys have shape n × d_k, values n × d_v, the output n × d_v.")
+@claim("3.1", "Queries and keys have shape n × d_k, values n × d_v, the output n × d_v.")
 def c007() -> Verdict:
     n, d_model, d_k, d_v = 5, 12, 3, 7
     x, w_q, w_k, w_v = (torch.randn(shape) for shape in ((n, d_model), (d_model, d_k), (d_model, d_k), (d_model, d_v)))
@@ -111,7 +111,7 @@ def c007() -> Verdict:
     return holds(shapes == ((n, d_k), (n, d_k), (n, d_v), (n, d_v)), f"n = 5, d_k = 3, d_v = 7: {shapes}.")
 
 
-@claim("C008", "3.1", "Queries, keys and values are all linear projections of one and the same input X.")
+@claim("3.1", "Queries, keys and values are all linear projections of one and the same input X.")
 def c008() -> Verdict:
     torch.manual_seed(0)
     layer = MultiHeadAttention(8, 2, d_context=6, fused=False)  # keys and values of vectors 6 wide
@@ -125,7 +125,7 @@ def c008() -> Verdict:
     )
 
 
-@claim("C009", "3.2", "Separate W_Q, W_K and W_V can express more than X itself in all three places.")
+@claim("3.2", "Separate W_Q, W_K and W_V can express more than X itself in all three places.")
 def c009() -> Verdict:
     x, w = torch.randn(6, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
     scores = (x @ w) @ (x @ w).T
@@ -139,7 +139,7 @@ def c009() -> Verdict:
     )
 
 
-@claim("C010", "3.3", "$q \\cdot k = \\|q\\| \\|k\\| \\cos\\theta$.")
+@claim("3.3", "$q \\cdot k = \\|q\\| \\|k\\| \\cos\\theta$.")
 def c010() -> Verdict:
     torch.manual_seed(0)
     length, other, angle = torch.rand(3, 100, dtype=torch.float64) * 3
@@ -149,7 +149,7 @@ def c010() -> Verdict:
     return holds(error < 1e-14, f"100 pairs of known lengths and angles: the largest difference is {error:.1g}.")
 
 
-@claim("C011", "3.3", "$QK^T$ is n × n, and its entry (i, j) is $q_i \\cdot k_j$.")
+@claim("3.3", "$QK^T$ is n × n, and its entry (i, j) is $q_i \\cdot k_j$.")
 def c011() -> Verdict:
     torch.manual_seed(0)
     q, k = torch.randn(2, 6, 4, dtype=torch.float64)
@@ -158,7 +158,7 @@ def c011() -> Verdict:
     return holds(error < 1e-14, f"Loops and the product, 6 queries and keys: shape 6 × 6, difference {error:.1g}.")
 
 
-@claim("C012", "4.1", "Score, scale, softmax, sum: the four steps are softmax(QKᵀ / √d_k) V.")
+@claim("4.1", "Score, scale, softmax, sum: the four steps are softmax(QKᵀ / √d_k) V.")
 def c012() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 20, 16)
@@ -174,7 +174,7 @@ def c012() -> Verdict:
     )
 
 
-@claim("C013", "4.1", "$A_{ij} = \\exp(s_{ij}) / \\sum_l \\exp(s_{il})$, along each row.")
+@claim("4.1", "$A_{ij} = \\exp(s_{ij}) / \\sum_l \\exp(s_{il})$, along each row.")
 def c013() -> Verdict:
     torch.manual_seed(0)
     s = torch.randn(4, 5, dtype=torch.float64)
@@ -183,7 +183,7 @@ def c013() -> Verdict:
     return holds(error < 1e-15, f"Loops and torch's softmax of the last dimension: difference {error:.1g}.")
 
 
-@claim("C014", "4.2", "For independent parts of mean 0 and variance 1, Var(q · k) = d_k.")
+@claim("4.2", "For independent parts of mean 0 and variance 1, Var(q · k) = d_k.")
 def c014() -> Verdict:
     generator = torch.Generator().manual_seed(0)
     ratio = {}
@@ -194,7 +194,7 @@ def c014() -> Verdict:
     return holds(all(abs(r - 1) < 0.05 for r in ratio.values()), f"Variance over d_k of 20,000 products, {found}.")
 
 
-@claim("C017", "4.2", "At d_k of 64 or 128 unscaled scores saturate the softmax, and its gradient is near 0.")
+@claim("4.2", "At d_k of 64 or 128 unscaled scores saturate the softmax, and its gradient is near 0.")
 def c017() -> Verdict:
     torch.manual_seed(0)
 
@@ -213,7 +213,7 @@ def c017() -> Verdict:
     )
 
 
-@claim("C003", "1.3", "Attention handles all positions in parallel; an RNN works through them one by one.")
+@claim("1.3", "Attention handles all positions in parallel; an RNN works through them one by one.")
 def c003() -> Verdict:
     def longest_path(layer: Callable[[torch.Tensor], torch.Tensor], n: int) -> int:
         """Steps, each of which needs the one before it, from the input to the output."""
@@ -248,7 +248,7 @@ def c003() -> Verdict:
     )
 
 
-@claim("C004", "1.3", "Any two positions interact within one layer, whatever their distance.")
+@claim("1.3", "Any two positions interact within one layer, whatever their distance.")
 def c004() -> Verdict:
     torch.manual_seed(0)
     layer, x = qkv.nn.MultiHeadAttention(16, 2), torch.randn(1, 12, 16)
@@ -266,7 +266,7 @@ def c004() -> Verdict:
     )
 
 
-@claim("C005", "1.3", "Attention weights show what the model looks at.")
+@claim("1.3", "Attention weights show what the model looks at.")
 def c005() -> Verdict:
     _, _, v, weights = heads_of_mini()
     out, n = weights @ v, weights.shape[-1]
@@ -289,7 +289,7 @@ def c005() -> Verdict:
     )
 
 
-@claim("C032", "5.2", "h heads side by side, times W^O of (h d_v) × d_model, are d_model wide again.")
+@claim("5.2", "h heads side by side, times W^O of (h d_v) × d_model, are d_model wide again.")
 def c032() -> Verdict:
     layer = MultiHeadAttention(24, heads=3, head_dim=(5, 7))
     out = layer(torch.randn(2, 4, 24))
@@ -300,7 +300,7 @@ def c032() -> Verdict:
     )
 
 
-@claim("C033", "5.2", "With d_k = d_v = d_model / h, several heads cost about as much as one of full width.")
+@claim("5.2", "With d_k = d_v = d_model / h, several heads cost about as much as one of full width.")
 def c033() -> Verdict:
     cost = {}
     for h in (1, 8):
@@ -317,7 +317,7 @@ def c033() -> Verdict:
     )
 
 
-@claim("C034", "5.3", "With d_model 512 and 8 heads each has 64 numbers, and side by side they have 512.")
+@claim("5.3", "With d_model 512 and 8 heads each has 64 numbers, and side by side they have 512.")
 def c034() -> Verdict:
     layer, seen = MultiHeadAttention(512, heads=8), []
     with kernels.watching(lambda call, _: seen.append((call.q, call.k, call.v))):
@@ -332,7 +332,7 @@ def c034() -> Verdict:
     )
 
 
-@claim("C035", "5.3", "The output projection combines what the heads found.")
+@claim("5.3", "The output projection combines what the heads found.")
 def c035() -> Verdict:
     torch.manual_seed(0)
     heads, w = torch.randn(8, 10, 64, dtype=torch.float64), torch.randn(512, 512, dtype=torch.float64) / 512**0.5
@@ -379,7 +379,7 @@ def place(by_head: torch.Tensor) -> str:
     return f"{layer}.{head}"
 
 
-@claim("C036", "5.3", "Heads specialise, on recent or on syntactically or semantically related tokens, untold.")
+@claim("5.3", "Heads specialise, on recent or on syntactically or semantically related tokens, untold.")
 def c036() -> Verdict:
     found, before = patterns(heads_of_mini()[3]), patterns(untrained_mini())
     near, delimiters = found["near"].max(), found["delimiters"].max()
@@ -393,7 +393,7 @@ def c036() -> Verdict:
     )
 
 
-@claim("C037", "5.4", "Trained models have local, global, syntactic and sparse heads.")
+@claim("5.4", "Trained models have local, global, syntactic and sparse heads.")
 def c037() -> Verdict:
     found, before = patterns(heads_of_mini()[3]), patterns(untrained_mini())
     counts = {

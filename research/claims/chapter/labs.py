@@ -92,7 +92,7 @@ def sigmoid_experiment(size: int = 64, n: int = 32) -> Tensor:
     return scores.softmax(-1)
 
 
-@claim("C109", "Lab 1", "The attention function gives output (2, 4, 8), weights (2, 4, 4), and rows that sum to 1.")
+@claim("Lab 1", "The attention function gives output (2, 4, 8), weights (2, 4, 4), and rows that sum to 1.")
 def c109() -> Verdict:
     q, k, v = torch.randn(3, 2, 4, 8)
     weights = (q @ k.mT / math.sqrt(8)).softmax(-1)
@@ -101,7 +101,7 @@ def c109() -> Verdict:
     return holds(shapes == ((2, 4, 8), (2, 4, 4)) and sums, f"The same steps give {shapes}, and rows that sum to 1.")
 
 
-@claim("C110", "Lab 1", "To hide keys it is enough to fill their scores with −∞ before the softmax.")
+@claim("Lab 1", "To hide keys it is enough to fill their scores with −∞ before the softmax.")
 def c110() -> Verdict:
     mask = torch.tensor([[True, False, False], [True, True, False], [False, False, False]])  # the last sees nothing
     out, slope = {}, {}
@@ -120,7 +120,7 @@ def c110() -> Verdict:
     )
 
 
-@claim("C111", "Ex 1.1", "Higher entropy means attention more even, lower entropy more focused.")
+@claim("Ex 1.1", "Higher entropy means attention more even, lower entropy more focused.")
 def c111() -> Verdict:
     s = torch.randn(16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rows = torch.stack([0 * s, s, 4 * s, 1000 * s]).softmax(-1)
@@ -131,7 +131,7 @@ def c111() -> Verdict:
     )
 
 
-@claim("C112", "Ex 1.2", "Temperatures of 0.5, 1 and 2 make attention sharper or more even, in order.")
+@claim("Ex 1.2", "Temperatures of 0.5, 1 and 2 make attention sharper or more even, in order.")
 def c112() -> Verdict:
     scores = torch.randn(20_000, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rows = [(scores / t).softmax(-1) for t in (0.5, 1.0, 2.0)]
@@ -143,7 +143,7 @@ def c112() -> Verdict:
     )
 
 
-@claim("C113", "Lab 2", "d_model 64 in 4 heads on (2, 8, 64): output (2, 8, 64), weights (2, 4, 8, 8).")
+@claim("Lab 2", "d_model 64 in 4 heads on (2, 8, 64): output (2, 8, 64), weights (2, 4, 8, 8).")
 def c113() -> Verdict:
     seen = []
     with kernels.watching(lambda call, _: seen.append((call.q, call.k, call.v))):
@@ -153,7 +153,7 @@ def c113() -> Verdict:
     return holds(shapes == ((2, 8, 64), (2, 4, 8, 8)), f"{shapes[0]} and {shapes[1]}.")
 
 
-@claim("C114", "Lab 2", "The layer is four d × d matrices without biases.")
+@claim("Lab 2", "The layer is four d × d matrices without biases.")
 def c114() -> Verdict:
     torch.manual_seed(0)
     lab, ours = LabAttention(64, 4), MultiHeadAttention(64, 4, bias=False, fused=False)
@@ -169,7 +169,7 @@ def c114() -> Verdict:
     )
 
 
-@claim("C115", "Lab 2", "d_model must be divisible by the number of heads.")
+@claim("Lab 2", "d_model must be divisible by the number of heads.")
 def c115() -> Verdict:
     x = torch.randn(2, 8, 64)
     found: dict[str, list[int]] = {"lab": [], "views": [], "qkv": []}
@@ -195,7 +195,7 @@ def c115() -> Verdict:
     )
 
 
-@claim("C116", "Lab 2", "The causal mask has shape (1, 1, n, n), ones at and below the diagonal, 1 for allowed.")
+@claim("Lab 2", "The causal mask has shape (1, 1, n, n), ones at and below the diagonal, 1 for allowed.")
 def c116() -> Verdict:
     mask = torch.ones(5, 5).tril()[None, None]
     ours = masks.Causal().dense(5, 5)
@@ -206,7 +206,7 @@ def c116() -> Verdict:
     )
 
 
-@claim("C117", "Lab 2", "The block of code runs as shown.")
+@claim("Lab 2", "The block of code runs as shown.")
 def c117() -> Verdict:
     line = "F.softmax(torch.ones(2) / math.sqrt(4), dim=-1)"  # what it uses, and what it imports
     names, said = {"torch": torch, "nn": torch.nn}, ""
@@ -221,7 +221,7 @@ def c117() -> Verdict:
     )
 
 
-@claim("C118", "Ex 2.1", "Dropout is commonly applied to the attention weights.")
+@claim("Ex 2.1", "Dropout is commonly applied to the attention weights.")
 def c118() -> Verdict:
     torch.manual_seed(0)
     weights = torch.randn(200, 20).softmax(-1)
@@ -233,7 +233,7 @@ def c118() -> Verdict:
     )
 
 
-@claim("C119", "Ex 2.2", "In cross-attention queries come from one sequence, keys and values from another.")
+@claim("Ex 2.2", "In cross-attention queries come from one sequence, keys and values from another.")
 def c119() -> Verdict:
     q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
     out, weights = qkv.attend(q, k, v, return_weights=True)
@@ -243,7 +243,7 @@ def c119() -> Verdict:
     )
 
 
-@claim("C120", "Lab 3", "A pre-trained model returns one tensor (batch, heads, n, n) of weights for each layer.")
+@claim("Lab 3", "A pre-trained model returns one tensor (batch, heads, n, n) of weights for each layer.")
 def c120() -> Verdict:
     import transformers
 
@@ -260,7 +260,7 @@ def c120() -> Verdict:
     )
 
 
-@claim("C121", "Lab 3", "The grid of plots, 2 × min(6, L // 2), fits models of any number of layers L.")
+@claim("Lab 3", "The grid of plots, 2 × min(6, L // 2), fits models of any number of layers L.")
 def c121() -> Verdict:
     def drawn(layers: int) -> int:
         """How many of up to 12 layers find a place in the lab's grid, row by row."""
@@ -282,7 +282,7 @@ def c121() -> Verdict:
     )
 
 
-@claim("C122", "Lab 3", "The measure of attention to the first token leaves out the first query.")
+@claim("Lab 3", "The measure of attention to the first token leaves out the first query.")
 def c122() -> Verdict:
     first = heads_of_mini()[3][..., 0]  # (layer, head, query), under a causal mask
     rest, whole = first[..., 1:].mean().item(), first.mean().item()
@@ -293,7 +293,7 @@ def c122() -> Verdict:
     )
 
 
-@claim("C123", "Ex 3.1", "In a text of 100 tokens and more attention to the first token increases (asked, not said).")
+@claim("Ex 3.1", "In a text of 100 tokens and more attention to the first token increases (asked, not said).")
 def c123() -> Verdict:
     first = heads_of_mini()[3][..., 0]
     mean = {n: first[..., 1:n].mean().item() for n in (16, 32, 64, 96)}

@@ -21,7 +21,7 @@ def gu_score(weights: torch.Tensor, threshold: float = 0.3) -> float:
     return (weights[:, :, 0].mean(1) > threshold).double().mean().item()
 
 
-@claim("C125", "Lab 4", "`compute_sink_metric` follows Gu et al.")
+@claim("Lab 4", "`compute_sink_metric` follows Gu et al.")
 def c125() -> Verdict:
     column = torch.tensor([1, 0.5] + [0.28] * 8, dtype=torch.float64)
     weights = torch.zeros(1, 10, 10, dtype=torch.float64)
@@ -36,7 +36,7 @@ def c125() -> Verdict:
     )
 
 
-@claim("C126", "Lab 4", "A head counts as a sink if many of its queries exceed the threshold.")
+@claim("Lab 4", "A head counts as a sink if many of its queries exceed the threshold.")
 def c126() -> Verdict:
     some, all_ = torch.zeros(2, 10, 11, 11)
     some[0, :, 0] = 1  # one head of ten is all sink
@@ -49,7 +49,7 @@ def c126() -> Verdict:
     )
 
 
-@claim("C127", "Lab 4", "Position 0 attends to itself with weight 1 under a causal mask.")
+@claim("Lab 4", "Position 0 attends to itself with weight 1 under a causal mask.")
 def c127() -> Verdict:
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 4, 10, 8)
@@ -61,7 +61,7 @@ def c127() -> Verdict:
     )
 
 
-@claim("C128", "Lab 4", "The score runs from 0, no sink, to 1.")
+@claim("Lab 4", "The score runs from 0, no sink, to 1.")
 def c128() -> Verdict:
     floor = {}
     for n in (4, 32, 64):
@@ -75,7 +75,7 @@ def c128() -> Verdict:
     )
 
 
-@claim("C129", "Lab 4", "The experiment on sigmoid attention runs.")
+@claim("Lab 4", "The experiment on sigmoid attention runs.")
 def c129() -> Verdict:
     torch.manual_seed(0)
     weights, said = sigmoid_experiment(), ""
@@ -92,7 +92,7 @@ def c129() -> Verdict:
     )
 
 
-@claim("C130", "Lab 4", "A first key of twice the mean query attracts all queries, which simulates a sink.")
+@claim("Lab 4", "A first key of twice the mean query attracts all queries, which simulates a sink.")
 def c130() -> Verdict:
     generator, n, d = torch.Generator().manual_seed(0), 32, 64
     q, k = torch.randn(2, 200, n, d, generator=generator, dtype=torch.float64)
@@ -111,7 +111,7 @@ def c130() -> Verdict:
     )
 
 
-@claim("C131", "Lab 4", "In sigmoid attention the first token does not compete with the others.")
+@claim("Lab 4", "In sigmoid attention the first token does not compete with the others.")
 def c131() -> Verdict:
     torch.manual_seed(0)
     s = torch.randn(10, 10)
@@ -121,7 +121,7 @@ def c131() -> Verdict:
     return holds(others == 0, f"Its scores raised by 5, the weights of the others change by {others:g}.")
 
 
-@claim("C132", "Lab 4", "One threshold on the weights can compare softmax with sigmoid attention.")
+@claim("Lab 4", "One threshold on the weights can compare softmax with sigmoid attention.")
 def c132() -> Verdict:
     s = torch.zeros(1, 64, 64, dtype=torch.float64)  # no key is preferred
     sees, found = torch.ones(64, 64).tril(), {}
@@ -136,7 +136,7 @@ def c132() -> Verdict:
     )
 
 
-@claim("C133", "Lab 4", "Before a sigmoid −∞ must be replaced, by −100 for instance.")
+@claim("Lab 4", "Before a sigmoid −∞ must be replaced, by −100 for instance.")
 def c133() -> Verdict:
     s = torch.tensor([-torch.inf, -100.0, 0.0], dtype=torch.float64, requires_grad=True)
     weights = s.sigmoid()
@@ -147,7 +147,7 @@ def c133() -> Verdict:
     )
 
 
-@claim("C135", "Ex 4.2", "A softmax off by one lowers attention to the first real token.")
+@claim("Ex 4.2", "A softmax off by one lowers attention to the first real token.")
 def c135() -> Verdict:
     s = torch.randn(1000, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     less = (1 / (1 + s.exp().sum(-1))).mean().item()  # exp(s) / (1 + Σ exp(s)) against exp(s) / Σ exp(s)
@@ -167,7 +167,7 @@ def c135() -> Verdict:
 LAB = {"vocab_size": 1000, "context": 512, "d_model": 256, "layers": 4, "heads": 4, "d_hidden": 1024}
 
 
-@claim("C136", "Lab 5", "The model prints its number of parameters (which the chapter does not give).")
+@claim("Lab 5", "The model prints its number of parameters (which the chapter does not give).")
 def c136() -> Verdict:
     count = {
         tied: sum(p.numel() for p in DecoderLM(DecoderConfig.gpt2(**LAB, attention_bias=False, tied=tied)).parameters())
@@ -180,7 +180,7 @@ def c136() -> Verdict:
     )
 
 
-@claim("C137", "Lab 5", "On (2, 16) tokens it gives logits (2, 16, 1000) and four tensors (2, 4, 16, 16).")
+@claim("Lab 5", "On (2, 16) tokens it gives logits (2, 16, 1000) and four tensors (2, 4, 16, 16).")
 def c137() -> Verdict:
     torch.manual_seed(0)
     seen = []
@@ -193,7 +193,7 @@ def c137() -> Verdict:
     )
 
 
-@claim("C138", "Lab 5", "An output tied to a default embedding, N(0, 1), is a usable start.")
+@claim("Lab 5", "An output tied to a default embedding, N(0, 1), is a usable start.")
 def c138() -> Verdict:
     losses: dict[float | None, list[float]] = {None: [], 0.02: []}  # by deviation; None: what torch draws
     for seed in range(5):
@@ -214,7 +214,7 @@ def c138() -> Verdict:
     )
 
 
-@claim("C141", "App. A", "The sink score is the mean over heads and queries 2 … n of $1[A_{i,1} > \\tau]$.")
+@claim("App. A", "The sink score is the mean over heads and queries 2 … n of $1[A_{i,1} > \\tau]$.")
 def c141() -> Verdict:
     weights = torch.rand(3, 12, 12, generator=torch.Generator().manual_seed(0))
     heads = [sum(weights[h, i, 0].item() > 0.3 for i in range(1, 12)) / 11 for h in range(3)]
@@ -224,7 +224,7 @@ def c141() -> Verdict:
     )
 
 
-@claim("C142", "App. A", "The equations of the appendix repeat those of sections 4 to 6.")
+@claim("App. A", "The equations of the appendix repeat those of sections 4 to 6.")
 def c142() -> Verdict:
     torch.manual_seed(0)
     layer, x = MultiHeadAttention(12, 3, bias=False, fused=False).double(), torch.randn(1, 5, 12, dtype=torch.float64)

@@ -20,7 +20,7 @@ from research.claims import Verdict, claim, false, holds, only_when
 from research.claims.models import everywhere
 
 
-@claim("C070", "8.3", "A small angle to a query is the same as a high dot product with it.")
+@claim("8.3", "A small angle to a query is the same as a high dot product with it.")
 def c070() -> Verdict:
     q, k, _, weights = heads_of_mini()
     products, norm = q[:, :, 1:] @ k.mT, k.norm(dim=-1)
@@ -43,7 +43,7 @@ def c070() -> Verdict:
     return everywhere("C070", computed)
 
 
-@claim("C071", "8.3", "At position 1, under a causal mask, attention returns exactly v_1.")
+@claim("8.3", "At position 1, under a causal mask, attention returns exactly v_1.")
 def c071() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 4, 20, 8)
@@ -51,7 +51,7 @@ def c071() -> Verdict:
     return holds(error == 0, f"4 heads, 20 tokens, float32: the difference is {error:g}.")
 
 
-@claim("C072", "8.3", "States at position 1 never mix with others: they are MLPs of the embedding, in a row.")
+@claim("8.3", "States at position 1 never mix with others: they are MLPs of the embedding, in a row.")
 def c072() -> Verdict:
     torch.manual_seed(0)
     model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=3, heads=4)).eval()
@@ -70,7 +70,7 @@ def c072() -> Verdict:
     )
 
 
-@claim("C075", "8.4", "With weight 0.9 on a sink of value near 0 the output is only small contributions.")
+@claim("8.4", "With weight 0.9 on a sink of value near 0 the output is only small contributions.")
 def c075() -> Verdict:
     torch.manual_seed(0)
     v = torch.randn(1000, 31, 16, dtype=torch.float64)
@@ -107,7 +107,7 @@ def heads_of_mini() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, qkv.attend(q, k, v, mask=qkv.masks.Causal(), return_weights=True)[1]
 
 
-@claim("C091", "8.6", "Sigmoid attention scores each pair of query and key on its own.")
+@claim("8.6", "Sigmoid attention scores each pair of query and key on its own.")
 def c091() -> Verdict:
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 8, 4)
@@ -125,7 +125,7 @@ def c091() -> Verdict:
     )
 
 
-@claim("C092", "8.6", "If nothing is relevant, all sigmoid weights can be near 0.")
+@claim("8.6", "If nothing is relevant, all sigmoid weights can be near 0.")
 def c092() -> Verdict:
     q, ones = (
         torch.zeros(1, 1, 1, 8),
@@ -143,7 +143,7 @@ def c092() -> Verdict:
     )
 
 
-@claim("C093", "8.6", "ELU(x) + 1 is a similar weight without normalisation.")
+@claim("8.6", "ELU(x) + 1 is a similar weight without normalisation.")
 def c093() -> Verdict:
     at = torch.tensor([-1e4, -1.0, 0.0, 2.0], dtype=torch.float64)
     weights = EluPlusOne().weight(at).tolist()
@@ -154,7 +154,7 @@ def c093() -> Verdict:
     )
 
 
-@claim("C095", "8.7", "A learnt key bias is Attention(Q, K + K_bias, V): one vector added to every key.")
+@claim("8.7", "A learnt key bias is Attention(Q, K + K_bias, V): one vector added to every key.")
 def c095() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 20, 8, dtype=torch.float64)
@@ -170,7 +170,7 @@ def c095() -> Verdict:
     )
 
 
-@claim("C096", "8.7", "GPT-OSS has learnable key biases.")
+@claim("8.7", "GPT-OSS has learnable key biases.")
 def c096() -> Verdict:
     folder = Path(find_spec("transformers").submodule_search_locations[0])
     code = (folder / "models" / "gpt_oss" / "modeling_gpt_oss.py").read_text(encoding="utf-8")
@@ -185,7 +185,7 @@ def c096() -> Verdict:
     )
 
 
-@claim("C097", "8.7", "With a value bias of 0 the extra key adds nothing to the output.")
+@claim("8.7", "With a value bias of 0 the extra key adds nothing to the output.")
 def c097() -> Verdict:
     torch.manual_seed(0)
     q, k, v, extra = torch.randn(4, 1, 1, 6, 8, dtype=torch.float64)
@@ -199,7 +199,7 @@ def c097() -> Verdict:
     )
 
 
-@claim("C102", "8.7", "Softmax off by one is softmax with one more column of score 0.")
+@claim("8.7", "Softmax off by one is softmax with one more column of score 0.")
 def c102() -> Verdict:
     torch.manual_seed(0)
     s = torch.randn(10, 12, dtype=torch.float64)
@@ -208,7 +208,7 @@ def c102() -> Verdict:
     return holds(error < 1e-15, f"That is exp(s) / (1 + Σ exp(s)), to {error:.1g}.")
 
 
-@claim("C104", "8.7", "A sigmoid gate on its output can shut attention off.")
+@claim("8.7", "A sigmoid gate on its output can shut attention off.")
 def c104() -> Verdict:
     torch.manual_seed(0)
     layer, x = MultiHeadAttention(16, 2, gate="elementwise"), torch.randn(1, 5, 16)
@@ -226,7 +226,7 @@ def with_gate(projected: torch.Tensor, logit: float) -> torch.Tensor:
     return changed.flatten(-3)
 
 
-@claim("C106", "8.7", "Gated attention won a best-paper award of NeurIPS 2025, and Qwen3-Next has it.")
+@claim("8.7", "Gated attention won a best-paper award of NeurIPS 2025, and Qwen3-Next has it.")
 def c106() -> Verdict:
     from transformers.models.qwen3_next import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention

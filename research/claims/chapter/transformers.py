@@ -16,7 +16,7 @@ from research.claims import Verdict, claim, holds, only_when
 from research.claims.chapter.labs import LabBlock
 
 
-@claim("C038", "6.1", "In the original Transformer the encoder has self-attention, the decoder that and cross.")
+@claim("6.1", "In the original Transformer the encoder has self-attention, the decoder that and cross.")
 def c038() -> Verdict:
     def moved(one: torch.Tensor, other: torch.Tensor) -> float:
         return (one - other).abs().max().item()
@@ -42,7 +42,7 @@ def c038() -> Verdict:
     )
 
 
-@claim("C039", "6.1", "Decoder-only models (GPT, LLaMA) have causal self-attention only.")
+@claim("6.1", "Decoder-only models (GPT, LLaMA) have causal self-attention only.")
 def c039() -> Verdict:
     found = []
     for config in (DecoderConfig.gpt2, DecoderConfig.llama):
@@ -57,7 +57,7 @@ def c039() -> Verdict:
     )
 
 
-@claim("C040", "6.2", "Adding −∞ to the scores of later keys before the softmax removes the future.")
+@claim("6.2", "Adding −∞ to the scores of later keys before the softmax removes the future.")
 def c040() -> Verdict:
     torch.manual_seed(0)
     s = torch.randn(9, 9) + torch.full((9, 9), -torch.inf).triu(1)
@@ -65,13 +65,13 @@ def c040() -> Verdict:
     return holds(most == 0, f"The largest weight above the diagonal of 9 × 9 is {most:g}, exactly.")
 
 
-@claim("C041", "6.2", "Position i, counted from 1, may attend to exactly i positions.")
+@claim("6.2", "Position i, counted from 1, may attend to exactly i positions.")
 def c041() -> Verdict:
     seen = masks.Causal().dense(7, 7)[0, 0].sum(-1).tolist()
     return holds(seen == [1, 2, 3, 4, 5, 6, 7], f"Of 7 queries: {seen}.")
 
 
-@claim("C042", "6.3", "Self-attention is permutation equivariant: shuffled inputs give the outputs, shuffled.")
+@claim("6.3", "Self-attention is permutation equivariant: shuffled inputs give the outputs, shuffled.")
 def c042() -> Verdict:
     torch.manual_seed(0)
     layer, x, order = (
@@ -90,7 +90,7 @@ def c042() -> Verdict:
     )
 
 
-@claim("C043", "6.3", "Without positions, *dog bites man* and *man bites dog* have the same representation.")
+@claim("6.3", "Without positions, *dog bites man* and *man bites dog* have the same representation.")
 def c043() -> Verdict:
     found = {}
     for name, mask in (("both ways", None), ("causal", masks.Causal())):
@@ -107,7 +107,7 @@ def c043() -> Verdict:
     )
 
 
-@claim("C044", "6.3", "Sinusoidal positions: sines at even, cosines at odd dimensions, of pos / 10000^(2i/d).")
+@claim("6.3", "Sinusoidal positions: sines at even, cosines at odd dimensions, of pos / 10000^(2i/d).")
 def c044() -> Verdict:
     d, pos = 16, torch.arange(50, dtype=torch.float64)[:, None]
     angle = pos / 10_000 ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
@@ -122,7 +122,7 @@ def c044() -> Verdict:
     )
 
 
-@claim("C045", "6.3", "Learned positions are a table of n_max × d_model, with nothing beyond n_max.")
+@claim("6.3", "Learned positions are a table of n_max × d_model, with nothing beyond n_max.")
 def c045() -> Verdict:
     table, said = Learned(8, 4), ""
     try:
@@ -132,7 +132,7 @@ def c045() -> Verdict:
     return holds(tuple(table.weight.shape) == (8, 4) and said != "", f"Position 8 of a table of 8: “{said}”.")
 
 
-@claim("C046", "6.3", "RoPE turns queries and keys so that their score depends on relative position.")
+@claim("6.3", "RoPE turns queries and keys so that their score depends on relative position.")
 def c046() -> Verdict:
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).expand(2, 1, 1, 40, 16)
@@ -146,7 +146,7 @@ def c046() -> Verdict:
     )
 
 
-@claim("C047", "6.3", "ALiBi adds terms that depend on position to the scores.")
+@claim("6.3", "ALiBi adds terms that depend on position to the scores.")
 def c047() -> Verdict:
     q = torch.zeros(1, 4, 20, 8)  # scores of 0: what is left is the bias
     _, weights = qkv.attend(q, q, q, mask=masks.Causal(), bias=qkv.biases.ALiBi(), return_weights=True)
@@ -159,7 +159,7 @@ def c047() -> Verdict:
     )
 
 
-@claim("C049", "6.4", "A block is norm, attention, residual, norm, feed-forward, residual; so is the lab's.")
+@claim("6.4", "A block is norm, attention, residual, norm, feed-forward, residual; so is the lab's.")
 def c049() -> Verdict:
     torch.manual_seed(0)
     lab, x, mask = LabBlock(16, 2, 64).double(), torch.randn(2, 5, 16, dtype=torch.float64), torch.ones(5, 5).tril()
@@ -186,7 +186,7 @@ def c049() -> Verdict:
     )
 
 
-@claim("C052", "6.4", "The feed-forward network widens 512 to 2048 numbers, applies GELU, and comes back.")
+@claim("6.4", "The feed-forward network widens 512 to 2048 numbers, applies GELU, and comes back.")
 def c052() -> Verdict:
     layer = FeedForward(512, 2048, activation="gelu")
     count = sum(p.numel() for p in layer.parameters())
@@ -196,7 +196,7 @@ def c052() -> Verdict:
     )
 
 
-@claim("C053", "7.1", "QKᵀ takes O(n² d_k) operations, the softmax O(n²), AV O(n² d_v).")
+@claim("7.1", "QKᵀ takes O(n² d_k) operations, the softmax O(n²), AV O(n² d_v).")
 def c053() -> Verdict:
     def products(n: int, d_k: int, d_v: int) -> int:
         q, v, weights = (torch.empty(shape, device="meta") for shape in ((n, d_k), (n, d_v), (n, n)))
@@ -214,7 +214,7 @@ def c053() -> Verdict:
     )
 
 
-@claim("C054", "7.1", "The time of attention is O(n² d).")
+@claim("7.1", "The time of attention is O(n² d).")
 def c054() -> Verdict:
     def share(n: int, d: int = 512) -> float:
         """Of the products' operations, those of the four projections; 8 heads."""
@@ -241,7 +241,7 @@ def estimated(n: int, heads: int, kernel: str) -> tuple[int, int]:
     return plan.flops, plan.peak_bytes
 
 
-@claim("C055", "7.1", "The space of attention is O(n²), for the attention matrix.")
+@claim("7.1", "The space of attention is O(n²), for the attention matrix.")
 def c055() -> Verdict:
     eager, tiled = [estimated(2048, 8, kernel)[1] / estimated(1024, 8, kernel)[1] for kernel in ("eager", "tiled")]
     by_heads = estimated(1024, 8, "eager")[1] / estimated(1024, 1, "eager")[1]
@@ -253,7 +253,7 @@ def c055() -> Verdict:
     )
 
 
-@claim("C056", "7.1", "FlashAttention is one of the efficient answers to the quadratic cost.")
+@claim("7.1", "FlashAttention is one of the efficient answers to the quadratic cost.")
 def c056() -> Verdict:
     small, large = [[estimated(n, 1, kernel) for kernel in ("eager", "tiled")] for n in (1024, 4096)]
     work, memory = [[many[i] / few[i] for few, many in zip(small, large, strict=True)] for i in (0, 1)]
@@ -267,7 +267,7 @@ def c056() -> Verdict:
     )
 
 
-@claim("C057", "7.2", "Attention routes by content; convolutions and recurrences have a fixed structure.")
+@claim("7.2", "Attention routes by content; convolutions and recurrences have a fixed structure.")
 def c057() -> Verdict:
     torch.manual_seed(0)
     one, other = torch.randn(2, 1, 6, 8, dtype=torch.float64)
@@ -289,7 +289,7 @@ def c057() -> Verdict:
     )
 
 
-@claim("C058", "7.3", "After the first layer each position has direct access to all positions.")
+@claim("7.3", "After the first layer each position has direct access to all positions.")
 def c058() -> Verdict:
     n = 64
     seen = {name: (mask.dense(n, n)[0, 0] if mask else torch.ones(n, n)).double().mean().item()
@@ -301,7 +301,7 @@ def c058() -> Verdict:
     )
 
 
-@claim("C060", "7.3", "Mixing, repeated, can hurt: what a position has to say gets diluted.")
+@claim("7.3", "Mixing, repeated, can hurt: what a position has to say gets diluted.")
 def c060() -> Verdict:
     def likeness(residual: bool) -> list[float]:
         """Mean cosine of two tokens' states after 0, 4 and 12 layers of attention with random weights."""

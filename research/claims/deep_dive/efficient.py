@@ -56,11 +56,7 @@ def listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-@claim(
-    "C282",
-    COMPLEXITY_SECTION,
-    "Projections cost $n\\,d_{model}\\,d_k$, scores $n^2 d_k$, softmax $n^2$, values $n^2 d_v$.",
-)
+@claim(COMPLEXITY_SECTION, "Projections cost $n\\,d_{model}\\,d_k$, scores $n^2 d_k$, softmax $n^2$, values $n^2 d_v$.")
 def c282() -> Verdict:
     found = products(100, 512, 64)
     return holds(
@@ -71,7 +67,7 @@ def c282() -> Verdict:
     )
 
 
-@claim("C283", COMPLEXITY_SECTION, "All in all attention costs $O(n^2 d)$.")
+@claim(COMPLEXITY_SECTION, "All in all attention costs $O(n^2 d)$.")
 def c283() -> Verdict:
     ratio = {}
     for n in (128, 768, 8192):
@@ -86,7 +82,7 @@ def c283() -> Verdict:
     )
 
 
-@claim("C285", COMPLEXITY_SECTION, "2,048 tokens, GPT-2's context, make 4.2 million pairs.")
+@claim(COMPLEXITY_SECTION, "2,048 tokens, GPT-2's context, make 4.2 million pairs.")
 def c285() -> Verdict:
     import transformers
 
@@ -101,13 +97,13 @@ def c285() -> Verdict:
     )
 
 
-@claim("C288", COMPLEXITY_SECTION, "A million tokens make a trillion pairs.")
+@claim(COMPLEXITY_SECTION, "A million tokens make a trillion pairs.")
 def c288() -> Verdict:
     pairs, _ = formed(1_000_000)
     return holds(pairs == 10**12, f"10⁶ squared is {pairs:,}: 10¹².")
 
 
-@claim("C289", COMPLEXITY_SECTION, "The weights of one head at 128,000 tokens take about 32 GB in float16.")
+@claim(COMPLEXITY_SECTION, "The weights of one head at 128,000 tokens take about 32 GB in float16.")
 def c289() -> Verdict:
     _, size = formed(128_000)
     return holds(
@@ -117,7 +113,6 @@ def c289() -> Verdict:
 
 
 @claim(
-    "C290",
     COMPLEXITY_SECTION,
     "A recurrent network has O(n) steps and path length; attention has O(1) of both, and O(n²) memory.",
 )
@@ -135,7 +130,7 @@ def c290() -> Verdict:
     )
 
 
-@claim("C320", "Q3", "512 tokens make 262 thousand pairs; 128,000 make 16 billion for each layer and head, tens of GB.")
+@claim("Q3", "512 tokens make 262 thousand pairs; 128,000 make 16 billion for each layer and head, tens of GB.")
 def c320() -> Verdict:
     short, (pairs, half), (_, single) = formed(512)[0], formed(128_000), formed(128_000, torch.float32)
     return holds(
@@ -168,7 +163,7 @@ def measured(mechanism: str) -> dict[str, dict]:
     return benchmark("mechanisms/float32-8-forward.json")["mechanisms"][mechanism]
 
 
-@claim("C292", "Sparse", "A window of w keys costs O(n w), g global tokens O(n g), r random keys O(n r).")
+@claim("Sparse", "A window of w keys costs O(n w), g global tokens O(n g), r random keys O(n r).")
 def c292() -> Verdict:
     n = 256
     window, both_ways = pairs(Window(16), n), pairs(Global(range(4)), n)
@@ -180,7 +175,7 @@ def c292() -> Verdict:
     )
 
 
-@claim("C293", "Sparse", "BigBird combines window, global and random keys, and is O(n).")
+@claim("Sparse", "BigBird combines window, global and random keys, and is O(n).")
 def c293() -> Verdict:
     counts = {n: pairs(bigbird(block=8), n) for n in (256, 512, 1024)}
     growth = [counts[512] / counts[256], counts[1024] / counts[512]]
@@ -193,7 +188,7 @@ def c293() -> Verdict:
     )
 
 
-@claim("C294", "Sparse", "Sparse attention cannot model arbitrary dependencies over long distances.")
+@claim("Sparse", "Sparse attention cannot model arbitrary dependencies over long distances.")
 def c294() -> Verdict:
     mask, local = (Window(8) | Strided(8)) & Causal(), Window(8)
     one, two, window = reached(mask, 64, 1), reached(mask, 64, 2), reached(local, 64, 2)
@@ -205,7 +200,7 @@ def c294() -> Verdict:
     )
 
 
-@claim("C295", "Linear", "Attention(Q, K, V) ≈ φ(Q) (φ(K)ᵀ V).")
+@claim("Linear", "Attention(Q, K, V) ≈ φ(Q) (φ(K)ᵀ V).")
 def c295() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 6, 4, dtype=torch.float64)
@@ -223,7 +218,7 @@ def c295() -> Verdict:
     )
 
 
-@claim("C296", "Linear", "Forming φ(K)ᵀ V first makes it O(n d²).")
+@claim("Linear", "Forming φ(K)ᵀ V first makes it O(n d²).")
 def c296() -> Verdict:
     def work(n: int, *, first: bool) -> int:
         q, k, v = torch.zeros(3, n, 64, device="meta")
@@ -238,7 +233,7 @@ def c296() -> Verdict:
     )
 
 
-@claim("C297", "Linear", "Performer and Linformer both work by kernel functions.")
+@claim("Linear", "Performer and Linformer both work by kernel functions.")
 def c297() -> Verdict:
     """A kernel compares a query with one key at a time: the others decide neither how, nor does a key's place."""
     torch.manual_seed(0)
@@ -267,7 +262,7 @@ def c297() -> Verdict:
     )
 
 
-@claim("C299", "Flash", "FlashAttention has exactly the output of standard attention.")
+@claim("Flash", "FlashAttention has exactly the output of standard attention.")
 def c299() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 300, 16)
@@ -283,7 +278,7 @@ def c299() -> Verdict:
     )
 
 
-@claim("C300", "Flash", "FlashAttention needs O(n) memory.")
+@claim("Flash", "FlashAttention needs O(n) memory.")
 def c300() -> Verdict:
     found = measured("causal")
     memory = {int(n): size for n, size in found["memory"].items()}
@@ -297,7 +292,7 @@ def c300() -> Verdict:
     )
 
 
-@claim("C301", "Flash", "FlashAttention is 2 to 4 times faster.")
+@claim("Flash", "FlashAttention is 2 to 4 times faster.")
 def c301() -> Verdict:
     cells = measured("causal")["cells"]
     faster = {int(n): c["seconds"]["eager"] / c["seconds"]["sdpa"] for n, c in cells.items() if "eager" in c["seconds"]}
@@ -312,7 +307,7 @@ def c301() -> Verdict:
     )
 
 
-@claim("C304", "Flash", "torch's `scaled_dot_product_attention` can take the place of the hand-written one.")
+@claim("Flash", "torch's `scaled_dot_product_attention` can take the place of the hand-written one.")
 def c304() -> Verdict:
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -332,7 +327,7 @@ def c304() -> Verdict:
 ADDITIVE_SECTION = "Additive vs multiplicative"
 
 
-@claim("C255", ADDITIVE_SECTION, "The additive score is $v^T \\tanh(W_q q + W_k k)$.")
+@claim(ADDITIVE_SECTION, "The additive score is $v^T \\tanh(W_q q + W_k k)$.")
 def c255() -> Verdict:
     torch.manual_seed(0)
     q, k, values = (torch.randn(1, 1, n, 4, dtype=torch.float64) for n in (3, 5, 5))
@@ -348,7 +343,7 @@ def c255() -> Verdict:
     )
 
 
-@claim("C256", ADDITIVE_SECTION, "tanh bounds the additive score to [−1, 1].")
+@claim(ADDITIVE_SECTION, "tanh bounds the additive score to [−1, 1].")
 def c256() -> Verdict:
     torch.manual_seed(0)
     v, hidden = torch.randn(64), torch.tanh(torch.randn(10_000, 64))
@@ -360,7 +355,7 @@ def c256() -> Verdict:
     )
 
 
-@claim("C258", ADDITIVE_SECTION, "Additive scores are slower.")
+@claim(ADDITIVE_SECTION, "Additive scores are slower.")
 def c258() -> Verdict:
     additive, dot = measured("additive")["cells"], measured("causal")["cells"]
     slower = {int(n): additive[n]["seconds"]["qkv"] / dot[n]["seconds"]["qkv"] for n in ("1024", "4096", "16384")}
@@ -373,7 +368,7 @@ def c258() -> Verdict:
     )
 
 
-@claim("C259", ADDITIVE_SECTION, "An additive score is slightly more expressive for each comparison.")
+@claim(ADDITIVE_SECTION, "An additive score is slightly more expressive for each comparison.")
 def c259() -> Verdict:
     """Find the equal number: queries and keys are the numbers −3 … 3, in one dimension each."""
     x = np.arange(-3.0, 4.0)
@@ -389,7 +384,7 @@ def c259() -> Verdict:
     )
 
 
-@claim("C260", ADDITIVE_SECTION, "Multiplicative scores need no extra parameters.")
+@claim(ADDITIVE_SECTION, "Multiplicative scores need no extra parameters.")
 def c260() -> Verdict:
     plain, scaled, general = (
         sum(x.numel() for x in vars(score).values() if isinstance(x, torch.Tensor))

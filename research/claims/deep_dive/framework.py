@@ -18,7 +18,6 @@ from research.claims import Verdict, claim, experiment, false, holds, only_when
 
 
 @claim(
-    "C237",
     "Intuition",
     "A word being generated attends to its source word: “chat” to “cat”, “assis” to “sat”, “tapis” to “mat”.",
 )
@@ -34,7 +33,7 @@ def c237() -> Verdict:
     return holds(min(looked.values()) > 0.9 and trained.kind == "holds", trained.text, *trained.by)
 
 
-@claim("C238", "Intuition", "A soft lookup is differentiable, a hard one is not.")
+@claim("Intuition", "A soft lookup is differentiable, a hard one is not.")
 def c238() -> Verdict:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 3, dtype=torch.float64, requires_grad=True) for n in (1, 4, 4))
@@ -48,7 +47,7 @@ def c238() -> Verdict:
     )
 
 
-@claim("C239", "QKV", "The key decides who is attended to, the value what is returned.")
+@claim("QKV", "The key decides who is attended to, the value what is returned.")
 def c239() -> Verdict:
     torch.manual_seed(0)
     q, k, v, other = torch.randn(4, 1, 1, 5, 8, dtype=torch.float64)
@@ -62,7 +61,7 @@ def c239() -> Verdict:
     )
 
 
-@claim("C240", "QKV", "The output projection W_O is $d_v \\times d_{model}$.")
+@claim("QKV", "The output projection W_O is $d_v \\times d_{model}$.")
 def c240() -> Verdict:
     def shape(heads: int, size: int) -> tuple[int, int]:
         """Rows and columns of W_O, from what it takes and returns: the outputs of the unit vectors."""
@@ -77,7 +76,7 @@ def c240() -> Verdict:
     )
 
 
-@claim("C241", "Derivation", "The −∞ of the mask can be implemented as −1e9.")
+@claim("Derivation", "The −∞ of the mask can be implemented as −1e9.")
 def c241() -> Verdict:
     hidden = torch.tensor([True, False, False])  # which keys are hidden
     mixed = torch.zeros(3).masked_fill(hidden, -1e9).softmax(-1)
@@ -94,7 +93,7 @@ def c241() -> Verdict:
     )
 
 
-@claim("C242", "Derivation", "Step 4 takes the softmax of the scaled scores.")
+@claim("Derivation", "Step 4 takes the softmax of the scaled scores.")
 def c242() -> Verdict:
     torch.manual_seed(0)
     scaled = torch.randn(4, 4)
@@ -107,7 +106,7 @@ def c242() -> Verdict:
     )
 
 
-@claim("C243", "Derivation", "With weights of 0.7 and 0.2 an output is 70 % the one value and 20 % the other.")
+@claim("Derivation", "With weights of 0.7 and 0.2 an output is 70 % the one value and 20 % the other.")
 def c243() -> Verdict:
     weights = torch.tensor([0.7, 0.2, 0.1])
 
@@ -125,7 +124,7 @@ def c243() -> Verdict:
     )
 
 
-@claim("C244", "Derivation", "Every variant of attention modifies softmax(QKᵀ/√d_k) V.")
+@claim("Derivation", "Every variant of attention modifies softmax(QKᵀ/√d_k) V.")
 def c244() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 6, 4, dtype=torch.float64)
@@ -157,7 +156,7 @@ def products(d: int, n: int = 20_000) -> tuple[torch.Tensor, torch.Tensor]:
     return q[:, 0] * k[:, 0], (q * k).sum(-1)
 
 
-@claim("C245", SCALE_SECTION, "Each product $q_l k_l$ has mean 0 and variance 1, their sum variance $d_k$.")
+@claim(SCALE_SECTION, "Each product $q_l k_l$ has mean 0 and variance 1, their sum variance $d_k$.")
 def c245() -> Verdict:
     one, whole = products(64)
     mean, variance, ratio = one.mean().item(), one.var().item(), whole.var().item() / 64
@@ -168,7 +167,7 @@ def c245() -> Verdict:
     )
 
 
-@claim("C246", SCALE_SECTION, "At $d_k = 64$ the standard deviation of a dot product is 8.")
+@claim(SCALE_SECTION, "At $d_k = 64$ the standard deviation of a dot product is 8.")
 def c246() -> Verdict:
     found = products(64)[1].std().item()
     return holds(
@@ -176,12 +175,12 @@ def c246() -> Verdict:
     )
 
 
-@claim("C247", SCALE_SECTION, "At $d_k = 512$ the standard deviation of a dot product is about 22.7.")
+@claim(SCALE_SECTION, "At $d_k = 512$ the standard deviation of a dot product is about 22.7.")
 def c247() -> Verdict:
     return false(f"{math.sqrt(512):.1f}" == "22.6", f"√512 = {math.sqrt(512):.3f}: 22.6, a slip of rounding.")
 
 
-@claim("C248", SCALE_SECTION, "softmax(1, 2, 0.5, 1.5) is 0.1863, 0.5064, 0.1130, 0.2943.")
+@claim(SCALE_SECTION, "softmax(1, 2, 0.5, 1.5) is 0.1863, 0.5064, 0.1130, 0.2943.")
 def c248() -> Verdict:
     right, printed = SCORES.softmax(-1), torch.tensor([0.1863, 0.5064, 0.1130, 0.2943])
     return false(
@@ -190,7 +189,7 @@ def c248() -> Verdict:
     )
 
 
-@claim("C249", SCALE_SECTION, "softmax of 8 times these scores is 0.0003, 0.9993, 0.0000, 0.0004.")
+@claim(SCALE_SECTION, "softmax of 8 times these scores is 0.0003, 0.9993, 0.0000, 0.0004.")
 def c249() -> Verdict:
     right = (8 * SCORES).softmax(-1)
     return false(
@@ -200,7 +199,7 @@ def c249() -> Verdict:
     )
 
 
-@claim("C250", SCALE_SECTION, "When softmax saturates, all gradient goes through the largest weight.")
+@claim(SCALE_SECTION, "When softmax saturates, all gradient goes through the largest weight.")
 def c250() -> Verdict:
     slopes = [(p * (1 - p)).max().item() for p in (SCORES.softmax(-1)[1:2], (8 * SCORES).softmax(-1)[1:2])]
     found = experiment("C250", "random_scores")
@@ -213,7 +212,7 @@ def c250() -> Verdict:
     )
 
 
-@claim("C319", "Q1", "With a standard deviation of 8 scores may span −20 to 20.")
+@claim("Q1", "With a standard deviation of 8 scores may span −20 to 20.")
 def c319() -> Verdict:
     scores = products(64)[1]
     within, rows = (scores.abs() <= 20).double().mean().item(), scores[:16_384].view(-1, 128).abs().amax(-1)
@@ -224,9 +223,7 @@ def c319() -> Verdict:
     )
 
 
-@claim(
-    "C321", "Q4", "Without the scale, at $d_k = 64$ and the start, softmax is nearly one-hot: about 1.0 for one token."
-)
+@claim("Q4", "Without the scale, at $d_k = 64$ and the start, softmax is nearly one-hot: about 1.0 for one token.")
 def c321() -> Verdict:
     found = experiment("C321", "random_scores")
     return false(
@@ -239,7 +236,7 @@ def c321() -> Verdict:
 row = as_text
 
 
-@claim("C262", "Varieties", "In self-attention a token's new representation sums over all other tokens.")
+@claim("Varieties", "In self-attention a token's new representation sums over all other tokens.")
 def c262() -> Verdict:
     torch.manual_seed(0)
     x = torch.randn(1, 1, 6, 8)
@@ -252,7 +249,7 @@ def c262() -> Verdict:
     )
 
 
-@claim("C263", "Varieties", "In cross-attention every position of the decoder can look at every one of the encoder.")
+@claim("Varieties", "In cross-attention every position of the decoder can look at every one of the encoder.")
 def c263() -> Verdict:
     torch.manual_seed(0)
     layer = qkv.nn.MultiHeadAttention(16, 2)
@@ -265,7 +262,7 @@ def c263() -> Verdict:
     )
 
 
-@claim("C264", "Varieties", "Diagram of causal attention: position 1 can attend to 2 and 3, and 3 to 1 is masked.")
+@claim("Varieties", "Diagram of causal attention: position 1 can attend to 2 and 3, and 3 to 1 is masked.")
 def c264() -> Verdict:
     sees = Causal().dense(3, 3)[0, 0]
     return false(
@@ -275,7 +272,7 @@ def c264() -> Verdict:
     )
 
 
-@claim("C265", "Causal", "−∞ where `triu(diagonal=1)` is set gives later tokens a weight of 0.")
+@claim("Causal", "−∞ where `triu(diagonal=1)` is set gives later tokens a weight of 0.")
 def c265() -> Verdict:
     torch.manual_seed(0)
     scores = torch.randn(5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
@@ -286,7 +283,7 @@ def c265() -> Verdict:
     )
 
 
-@claim("C266", "Causal", "The mask, drawn: 1 is allowed, 0 is blocked.")
+@claim("Causal", "The mask, drawn: 1 is allowed, 0 is blocked.")
 def c266() -> Verdict:
     drawn = torch.ones(4, 4).tril().bool()
     code = torch.ones(4, 4).triu(1).bool()
@@ -299,7 +296,7 @@ def c266() -> Verdict:
     )
 
 
-@claim("C267", "Causal", "The causal mask is computed once and serves every layer.")
+@claim("Causal", "The causal mask is computed once and serves every layer.")
 def c267() -> Verdict:
     torch.manual_seed(0)
     mask = Causal().dense(6, 6)
@@ -315,7 +312,7 @@ def c267() -> Verdict:
     )
 
 
-@claim("C268", "Causal", "Setting scores to 0 before softmax does not block.")
+@claim("Causal", "Setting scores to 0 before softmax does not block.")
 def c268() -> Verdict:
     torch.manual_seed(0)
     weights = torch.randn(6, 6).tril().softmax(-1)
@@ -323,7 +320,7 @@ def c268() -> Verdict:
     return holds(ahead > 0.1, f"Of 6 random causal rows with zeros instead, {ahead:.0%} of the weight lies ahead.")
 
 
-@claim("C269", "Causal", "softmax(1, 2, 0, 0) = 0.091, 0.247, 0.091, 0.091.")
+@claim("Causal", "softmax(1, 2, 0, 0) = 0.091, 0.247, 0.091, 0.091.")
 def c269() -> Verdict:
     right, printed = torch.tensor([1.0, 2.0, 0.0, 0.0]).softmax(-1), torch.tensor([0.091, 0.247, 0.091, 0.091])
     return false(
@@ -332,7 +329,7 @@ def c269() -> Verdict:
     )
 
 
-@claim("C270", "Causal", "softmax(1, 2, −∞, −∞) = 0.269, 0.731, 0, 0.")
+@claim("Causal", "softmax(1, 2, −∞, −∞) = 0.269, 0.731, 0, 0.")
 def c270() -> Verdict:
     right = torch.tensor([1.0, 2.0, -torch.inf, -torch.inf]).softmax(-1)
     return holds(row(right, 3) == "0.269, 0.731, 0.000, 0.000", f"{row(right, 3)}.")
@@ -379,7 +376,7 @@ def after_earlier() -> np.ndarray:
     return np.tril(looks)
 
 
-@claim("C305", HEADS_SECTION, "Grouped-query attention with g groups has h/g key and value heads and a cache of 1/g.")
+@claim(HEADS_SECTION, "Grouped-query attention with g groups has h/g key and value heads and a cache of 1/g.")
 def c305() -> Verdict:
     share = kept(8) / kept(32)
     return false(
@@ -390,7 +387,7 @@ def c305() -> Verdict:
     )
 
 
-@claim("C306", HEADS_SECTION, "Multi-query attention has one key and one value head, and the smallest cache.")
+@claim(HEADS_SECTION, "Multi-query attention has one key and one value head, and the smallest cache.")
 def c306() -> Verdict:
     counts = {g: kept(g) for g in (1, 2, 8, 32)}
     return holds(
@@ -400,7 +397,6 @@ def c306() -> Verdict:
 
 
 @claim(
-    "C307",
     HEADS_SECTION,
     "Grouped-query attention lies between: as many groups as heads are multi-head, one is multi-query attention.",
 )
@@ -418,13 +414,13 @@ def c307() -> Verdict:
     )
 
 
-@claim("C308", HEADS_SECTION, "Quality: multi-head is best, grouped-query near it, multi-query slightly lower.")
+@claim(HEADS_SECTION, "Quality: multi-head is best, grouped-query near it, multi-query slightly lower.")
 def c308() -> Verdict:
     found, reported = experiment("C308", "shared_keys"), "[Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)"
     return replace(found, by=(*found.by, f"{reported}, for large T5 models"))
 
 
-@claim("C323", "Q6", "Heads specialise: in syntax, coreference, neighbours, relative positions.")
+@claim("Q6", "Heads specialise: in syntax, coreference, neighbours, relative positions.")
 def c323() -> Verdict:
     (head, near, even), (other, again, even_again) = strongest(previous()), strongest(after_earlier())
     return holds(

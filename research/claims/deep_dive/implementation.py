@@ -29,12 +29,12 @@ def shown(x: torch.Tensor, digits: int = 3) -> str:
     return ", ".join(f"{value:.{digits}f}" for value in x.flatten().tolist())
 
 
-@claim("C271", WORKED_EXAMPLE_SECTION, "Raw scores: 1.25, 0.90, 1.05; 0.90, 1.32, 0.63; 1.10, 0.92, 0.90.")
+@claim(WORKED_EXAMPLE_SECTION, "Raw scores: 1.25, 0.90, 1.05; 0.90, 1.32, 0.63; 1.10, 0.92, 0.90.")
 def c271() -> Verdict:
     return holds(rounded(RAW, 6) == [1.25, 0.9, 1.05, 0.9, 1.32, 0.63, 1.1, 0.92, 0.9], f"All nine: {shown(RAW, 2)}.")
 
 
-@claim("C272", WORKED_EXAMPLE_SECTION, "Scaled scores: 0.884, 0.636, 0.742; 0.636, 0.933, 0.446; 0.778, 0.651, 0.636.")
+@claim(WORKED_EXAMPLE_SECTION, "Scaled scores: 0.884, 0.636, 0.742; 0.636, 0.933, 0.446; 0.778, 0.651, 0.636.")
 def c272() -> Verdict:
     printed = [0.884, 0.636, 0.742, 0.636, 0.933, 0.446, 0.778, 0.651, 0.636]
     wrong = [i for i, (a, b) in enumerate(zip(rounded(SCALED), printed, strict=True)) if a != b]
@@ -43,7 +43,7 @@ def c272() -> Verdict:
     )
 
 
-@claim("C273", WORKED_EXAMPLE_SECTION, "The exponentials add up to 6.410, 5.994 and 5.983.")
+@claim(WORKED_EXAMPLE_SECTION, "The exponentials add up to 6.410, 5.994 and 5.983.")
 def c273() -> Verdict:
     sums = SCALED.exp().sum(-1)
     from_rounded = torch.tensor([0.884, 0.636, 0.742], dtype=torch.float64).exp().sum().item()
@@ -54,7 +54,7 @@ def c273() -> Verdict:
     )
 
 
-@claim("C274", WORKED_EXAMPLE_SECTION, "Weights of “The”: 0.378, 0.295, 0.327.")
+@claim(WORKED_EXAMPLE_SECTION, "Weights of “The”: 0.378, 0.295, 0.327.")
 def c274() -> Verdict:
     return false(
         rounded(WEIGHTS[0]) == [0.378, 0.295, 0.328] and round(2.100 / 6.410, 3) == 0.328,
@@ -62,7 +62,7 @@ def c274() -> Verdict:
     )
 
 
-@claim("C275", WORKED_EXAMPLE_SECTION, "Weights of “cat”: 0.315, 0.424, 0.260.")
+@claim(WORKED_EXAMPLE_SECTION, "Weights of “cat”: 0.315, 0.424, 0.260.")
 def c275() -> Verdict:
     return holds(
         rounded(WEIGHTS[1]) == [0.315, 0.424, 0.260],
@@ -70,12 +70,12 @@ def c275() -> Verdict:
     )
 
 
-@claim("C276", WORKED_EXAMPLE_SECTION, "Weights of “sat”: 0.364, 0.320, 0.316.")
+@claim(WORKED_EXAMPLE_SECTION, "Weights of “sat”: 0.364, 0.320, 0.316.")
 def c276() -> Verdict:
     return holds(rounded(WEIGHTS[2]) == [0.364, 0.320, 0.316], f"{shown(WEIGHTS[2])}.")
 
 
-@claim("C277", WORKED_EXAMPLE_SECTION, "“The” attends mostly to itself.")
+@claim(WORKED_EXAMPLE_SECTION, "“The” attends mostly to itself.")
 def c277() -> Verdict:
     own = WEIGHTS[0, 0].item()
     return only_when(
@@ -85,7 +85,7 @@ def c277() -> Verdict:
     )
 
 
-@claim("C278", WORKED_EXAMPLE_SECTION, "“sat” attends roughly uniformly.")
+@claim(WORKED_EXAMPLE_SECTION, "“sat” attends roughly uniformly.")
 def c278() -> Verdict:
     low, high = WEIGHTS[2].min().item(), WEIGHTS[2].max().item()
     entropy = (-(WEIGHTS[2] * WEIGHTS[2].log()).sum() / math.log(3)).item()
@@ -95,24 +95,24 @@ def c278() -> Verdict:
     )
 
 
-@claim("C279", WORKED_EXAMPLE_SECTION, "Output of “The”: 0.284, 0.345.")
+@claim(WORKED_EXAMPLE_SECTION, "Output of “The”: 0.284, 0.345.")
 def c279() -> Verdict:
     return false(
         rounded(OUT[0]) == [0.283, 0.344], f"{shown(OUT[0], 5)}, so 0.283, 0.344: a slip of adding rounded terms."
     )
 
 
-@claim("C280", WORKED_EXAMPLE_SECTION, "Output of “cat”: 0.322, 0.428.")
+@claim(WORKED_EXAMPLE_SECTION, "Output of “cat”: 0.322, 0.428.")
 def c280() -> Verdict:
     return false(rounded(OUT[1]) == [0.322, 0.429], f"{shown(OUT[1], 5)}, so 0.322, 0.429: a slip of rounding.")
 
 
-@claim("C281", WORKED_EXAMPLE_SECTION, "Output of “sat”: 0.291, 0.361.")
+@claim(WORKED_EXAMPLE_SECTION, "Output of “sat”: 0.291, 0.361.")
 def c281() -> Verdict:
     return holds(rounded(OUT[2]) == [0.291, 0.361], f"{shown(OUT[2], 5)}.")
 
 
-@claim("C311", "Code", "The script at the end reproduces the worked example.")
+@claim("Code", "The script at the end reproduces the worked example.")
 def c311() -> Verdict:
     out, weights = qkv.attend(*(x.float()[None, None] for x in (Q, K, V)), return_weights=True)
     printed = torch.tensor([[0.284, 0.345], [0.322, 0.428], [0.291, 0.361]])
@@ -140,7 +140,7 @@ def later(n: int) -> Tensor:
     return torch.ones(n, n, dtype=torch.bool).triu(1)
 
 
-@claim("C310", IMPLEMENTATION_SECTION, "After softmax a row in which all is masked sums to 0.")
+@claim(IMPLEMENTATION_SECTION, "After softmax a row in which all is masked sums to 0.")
 def c310() -> Verdict:
     row = torch.full((4,), -torch.inf).softmax(-1)
     return only_when(
@@ -150,7 +150,7 @@ def c310() -> Verdict:
     )
 
 
-@claim("C312", IMPLEMENTATION_SECTION, "Dropout of attention weights is applied in training only.")
+@claim(IMPLEMENTATION_SECTION, "Dropout of attention weights is applied in training only.")
 def c312() -> Verdict:
     torch.manual_seed(0)
     q = torch.randn(1, 2, 8, 4)
@@ -164,7 +164,7 @@ def c312() -> Verdict:
     )
 
 
-@claim("C313", IMPLEMENTATION_SECTION, "In the mask, True or 1 means: mask this position.")
+@claim(IMPLEMENTATION_SECTION, "In the mask, True or 1 means: mask this position.")
 def c313() -> Verdict:
     q = torch.randn(1, 1, 3, 4, generator=torch.Generator().manual_seed(0))
     _, weights = attention(q, q, q, later(3))
@@ -180,9 +180,7 @@ def c313() -> Verdict:
 
 
 @claim(
-    "C314",
-    IMPLEMENTATION_SECTION,
-    "The demo has output (2, 10, 512), weights (2, 8, 10, 10), and zeros above the diagonal.",
+    IMPLEMENTATION_SECTION, "The demo has output (2, 10, 512), weights (2, 8, 10, 10), and zeros above the diagonal."
 )
 def c314() -> Verdict:
     torch.manual_seed(0)
@@ -195,7 +193,7 @@ def c314() -> Verdict:
     )
 
 
-@claim("C315", IMPLEMENTATION_SECTION, "The returned weights are a distribution for each query.")
+@claim(IMPLEMENTATION_SECTION, "The returned weights are a distribution for each query.")
 def c315() -> Verdict:
     torch.manual_seed(0)
     q, k = torch.randn(2, 2, 8, 10, 64)
@@ -207,13 +205,13 @@ def c315() -> Verdict:
     )
 
 
-@claim("C316", IMPLEMENTATION_SECTION, "Multi-head attention of width 512 without biases has 1,048,576 parameters.")
+@claim(IMPLEMENTATION_SECTION, "Multi-head attention of width 512 without biases has 1,048,576 parameters.")
 def c316() -> Verdict:
     count = sum(p.numel() for p in qkv.nn.MultiHeadAttention(512, 8, bias=False).parameters())
     return holds(count == 1_048_576, f"4 × 512² = {count:,}, for any number of heads.")
 
 
-@claim("C317", IMPLEMENTATION_SECTION, "Merging heads undoes splitting them.")
+@claim(IMPLEMENTATION_SECTION, "Merging heads undoes splitting them.")
 def c317() -> Verdict:
     x = torch.randn(2, 10, 512)
     heads = x.view(2, 10, 8, 64).transpose(1, 2)
@@ -221,7 +219,7 @@ def c317() -> Verdict:
     return holds(torch.equal(x, merged), "To the last bit, on (2, 10, 512) and 8 heads.")
 
 
-@claim("C318", IMPLEMENTATION_SECTION, "The function that draws weights takes any tensor of them.")
+@claim(IMPLEMENTATION_SECTION, "The function that draws weights takes any tensor of them.")
 def c318() -> Verdict:
     refused = []
     for weights in (torch.ones(1, 8, 4, 4, dtype=torch.bfloat16), torch.ones(1, 8, 4, 4, device="meta")):

@@ -24,7 +24,7 @@ from research.claims.settle import common
 SDPA = "Scaled dot-product attention"
 
 
-@claim("C182", "The library analogy", "Weights sum to 1, and the output is a blend of all values.")
+@claim("The library analogy", "Weights sum to 1, and the output is a blend of all values.")
 def c182() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 6, 8, dtype=torch.float64)
@@ -39,7 +39,7 @@ def c182() -> Verdict:
     )
 
 
-@claim("C183", SDPA, "A dot product near zero means unrelated vectors, a large one the same direction.")
+@claim(SDPA, "A dot product near zero means unrelated vectors, a large one the same direction.")
 def c183() -> Verdict:
     def turned(degrees: float, length: float) -> torch.Tensor:
         return length * torch.tensor([math.cos(math.radians(degrees)), math.sin(math.radians(degrees))])
@@ -53,7 +53,7 @@ def c183() -> Verdict:
     )
 
 
-@claim("C185", SDPA, "With $d_k = 512$ raw dot products might be in the range [−30, 30].")
+@claim(SDPA, "With $d_k = 512$ raw dot products might be in the range [−30, 30].")
 def c185() -> Verdict:
     torch.manual_seed(0)
     deviation = math.sqrt(512)
@@ -67,15 +67,13 @@ def c185() -> Verdict:
     )
 
 
-@claim("C187", SDPA, "√512 ≈ 22.6, which takes ±30 to ±1.3.")
+@claim(SDPA, "√512 ≈ 22.6, which takes ±30 to ±1.3.")
 def c187() -> Verdict:
     root = math.sqrt(512)
     return holds(f"{root:.1f}" == "22.6" and f"{30 / root:.1f}" == "1.3", f"{root:.3f} and {30 / root:.3f}.")
 
 
-@claim(
-    "C188", "Interactive implementation", "The NumPy cell gives weights whose rows sum to 1 and an output of (4, 8)."
-)
+@claim("Interactive implementation", "The NumPy cell gives weights whose rows sum to 1 and an output of (4, 8).")
 def c188() -> Verdict:
     random = np.random.RandomState(42)  # as np.random.seed(42)
     x = random.randn(4, 8)
@@ -91,7 +89,7 @@ def c188() -> Verdict:
     )
 
 
-@claim("C189", "Interactive implementation", "The NumPy cell prints an empty line before the shape of the output.")
+@claim("Interactive implementation", "The NumPy cell prints an empty line before the shape of the output.")
 def c189() -> Verdict:
     attribute = r"print(f&#39;\\nOutput&#39;)"  # as the cell stands in the page: two backslashes
     with redirect_stdout(io.StringIO()) as said:
@@ -109,7 +107,7 @@ def masked(mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(mask.shape).masked_fill(mask, -math.inf).softmax(-1)
 
 
-@claim("C190", "PyTorch implementation", "Entries of the mask that are True, or 1, are blocked.")
+@claim("PyTorch implementation", "Entries of the mask that are True, or 1, are blocked.")
 def c190() -> Verdict:
     refused = []
     for dtype in (torch.int64, torch.uint8, torch.float32):
@@ -125,7 +123,7 @@ def c190() -> Verdict:
     )
 
 
-@claim("C191", "PyTorch implementation", "Masked positions get weight 0, since softmax gives 0 for −∞.")
+@claim("PyTorch implementation", "Masked positions get weight 0, since softmax gives 0 for −∞.")
 def c191() -> Verdict:
     some, none = masked(torch.tensor([[True, False, False], [True, True, True]]))
     return only_when(
@@ -138,7 +136,7 @@ def c191() -> Verdict:
 EINSUM, TINY = "Step 1: einsum", "Step 2: tiny Transformer"
 
 
-@claim("C192", "Multi-head attention", "A single head computes one attention pattern, one weighted average.")
+@claim("Multi-head attention", "A single head computes one attention pattern, one weighted average.")
 def c192() -> Verdict:
     values = torch.eye(4, dtype=torch.float64)  # four tokens; a value's halves are what two heads would carry
     wanted = torch.cat([values[1, :2], values[2, 2:]])  # one half of token 1, the other of token 2
@@ -160,7 +158,7 @@ def parameters(d: int, heads: int, bias: bool) -> int:
     return sum(p.numel() for p in MultiHeadAttention(d, heads, bias=bias).parameters())
 
 
-@claim("C193", "Multi-head attention", "Multi-head attention has $4 d_{model}^2$ parameters.")
+@claim("Multi-head attention", "Multi-head attention has $4 d_{model}^2$ parameters.")
 def c193() -> Verdict:
     d = 64
     without, with_bias = parameters(d, 8, bias=False), parameters(d, 8, bias=True)
@@ -171,7 +169,7 @@ def c193() -> Verdict:
     )
 
 
-@claim("C194", "Multi-head attention", "That is as many as one head of full width has.")
+@claim("Multi-head attention", "That is as many as one head of full width has.")
 def c194() -> Verdict:
     counts = [parameters(64, heads, bias=True) for heads in (1, 2, 8)]
     matrix = nn.Linear(64, 64)
@@ -182,7 +180,7 @@ def c194() -> Verdict:
     )
 
 
-@claim("C195", "Multi-head attention", "One batched product over all heads replaces h separate ones.")
+@claim("Multi-head attention", "One batched product over all heads replaces h separate ones.")
 def c195() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 8, 10, 16, dtype=torch.float64)
@@ -193,14 +191,14 @@ def c195() -> Verdict:
     return holds(off < 1e-14, f"A loop over 8 heads gives {same} in float64.")
 
 
-@claim("C196", "Self- and cross-attention", "10 decoder tokens and 50 encoder tokens give a 10 × 50 matrix.")
+@claim("Self- and cross-attention", "10 decoder tokens and 50 encoder tokens give a 10 × 50 matrix.")
 def c196() -> Verdict:
     layer = MultiHeadAttention(32, 4)
     _, weights = layer(torch.randn(1, 10, 32), torch.randn(1, 50, 32), return_weights=True)
     return holds(weights.shape == (1, 4, 10, 50), f"One a head: the weights are {tuple(weights.shape)}.")
 
 
-@claim("C201", EINSUM, "The einsum strings compute multi-head attention.")
+@claim(EINSUM, "The einsum strings compute multi-head attention.")
 def c201() -> Verdict:
     torch.manual_seed(0)
     x, (w_q, w_k, w_v) = torch.randn(2, 7, 32).double(), torch.randn(3, 32, 4, 8).double()
@@ -218,7 +216,7 @@ def c201() -> Verdict:
     )
 
 
-@claim("C202", EINSUM, "With einsum no transpose, reshape or contiguous is needed.")
+@claim(EINSUM, "With einsum no transpose, reshape or contiguous is needed.")
 def c202() -> Verdict:
     code = inspect.getsource(EinsumAttention.forward)
     used = [name for name in (".transpose(", ".reshape(", ".view(", ".contiguous(") if name in code]
@@ -229,7 +227,7 @@ def c202() -> Verdict:
     )
 
 
-@claim("C203", EINSUM, "Its letters: s is the length of the source, t of the target.")
+@claim(EINSUM, "Its letters: s is the length of the source, t of the target.")
 def c203() -> Verdict:
     q, k = torch.randn(1, 3, 2, 4), torch.randn(1, 5, 2, 4)  # 3 queries, 5 keys
     shape = torch.einsum("bshd, bthd -> bhst", q, k).shape
@@ -241,7 +239,7 @@ def c203() -> Verdict:
     )
 
 
-@claim("C204", EINSUM, "The size of a head is $d_{model}$ // heads.")
+@claim(EINSUM, "The size of a head is $d_{model}$ // heads.")
 def c204() -> Verdict:
     d, heads = 32, 5
     built = sum(p.numel() for p in Layer(d, heads).project) // 3 // d
@@ -257,7 +255,7 @@ def c204() -> Verdict:
     )
 
 
-@claim("C205", TINY, "The feed-forward layer is 4 times as wide, and norms come before the sublayers.")
+@claim(TINY, "The feed-forward layer is 4 times as wide, and norms come before the sublayers.")
 def c205() -> Verdict:
     torch.manual_seed(0)
     block = qkv.nn.TransformerBlock(MultiHeadAttention(32, 4), qkv.nn.FeedForward(32, activation="gelu"))
@@ -271,7 +269,7 @@ def c205() -> Verdict:
     )
 
 
-@claim("C206", TINY, "It prints how many parameters its model has.")
+@claim(TINY, "It prints how many parameters its model has.")
 def c206() -> Verdict:
     task, default = Model(VOCABULARY, 2 * LENGTH + 1), Model(VOCABULARY, 128, d=64)
     counts = [sum(p.numel() for p in model.parameters()) for model in (task, default)]
@@ -286,7 +284,7 @@ def c206() -> Verdict:
 CAUSAL = "Causal masking"
 
 
-@claim("C197", CAUSAL, "Each position attends only to positions before it.")
+@claim(CAUSAL, "Each position attends only to positions before it.")
 def c197() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 5, 8)
@@ -299,9 +297,7 @@ def c197() -> Verdict:
     )
 
 
-@claim(
-    "C198", CAUSAL, "The mask of 5 tokens, from `triu(diagonal=1)`, is 1 where a key is blocked: above the diagonal."
-)
+@claim(CAUSAL, "The mask of 5 tokens, from `triu(diagonal=1)`, is 1 where a key is blocked: above the diagonal.")
 def c198() -> Verdict:
     blocked = torch.triu(torch.ones(5, 5), diagonal=1).bool()
     return holds(
@@ -311,7 +307,7 @@ def c198() -> Verdict:
     )
 
 
-@claim("C199", CAUSAL, "The diagonal must stay open, because a token's own representation is useful for its output.")
+@claim(CAUSAL, "The diagonal must stay open, because a token's own representation is useful for its output.")
 def c199() -> Verdict:
     blocked = torch.ones(3, 3, dtype=torch.bool).triu()
     rows = torch.zeros(3, 3).masked_fill(blocked, -torch.inf).softmax(-1)

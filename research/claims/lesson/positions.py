@@ -18,7 +18,7 @@ from research.claims.lesson.reversal import Model
 POSITIONS, COST = "Positional information", "Complexity"
 
 
-@claim("C225", POSITIONS, "Without positions the model cannot tell [A, B, C] from [C, A, B].")
+@claim(POSITIONS, "Without positions the model cannot tell [A, B, C] from [C, A, B].")
 def c225() -> Verdict:
     torch.manual_seed(0)
     x = torch.randn(1, 3, 32, dtype=torch.float64)
@@ -35,7 +35,7 @@ def c225() -> Verdict:
     )
 
 
-@claim("C226", POSITIONS, "Position embeddings are added in `TinyTransformer.__init__`.")
+@claim(POSITIONS, "Position embeddings are added in `TinyTransformer.__init__`.")
 def c226() -> Verdict:
     model = Model(16, 13)
     made = model.places.weight.shape
@@ -58,7 +58,7 @@ def flops(n: int, d: int) -> int:
     return counter.get_total_flops()
 
 
-@claim("C230", COST, "Attention takes $O(n^2 d)$ operations, and its weights $O(n^2)$ memory a head.")
+@claim(COST, "Attention takes $O(n^2 d)$ operations, and its weights $O(n^2)$ memory a head.")
 def c230() -> Verdict:
     base = flops(64, 16)
     longer, wider = flops(128, 16) / base, flops(64, 32) / base
@@ -70,7 +70,7 @@ def c230() -> Verdict:
     )
 
 
-@claim("C231", COST, "1,000 tokens make 1,000,000 weights, 100,000 tokens 10,000,000,000, which is prohibitive.")
+@claim(COST, "1,000 tokens make 1,000,000 weights, 100,000 tokens 10,000,000,000, which is prohibitive.")
 def c231() -> Verdict:
     small, large = (torch.empty(1, 1, n, 1, device="meta", dtype=torch.float16) for n in (1_000, 100_000))
     pairs = [(x @ x.mT).numel() for x in (small, large)]
@@ -81,7 +81,7 @@ def c231() -> Verdict:
     )
 
 
-@claim("C232", COST, "The quadratic term is the main cost of a Transformer.")
+@claim(COST, "The quadratic term is the main cost of a Transformer.")
 def c232() -> Verdict:
     d = 64
 
@@ -100,7 +100,7 @@ def c232() -> Verdict:
     )
 
 
-@claim("C233", COST, "FlashAttention gives the same result with much less memory.")
+@claim(COST, "FlashAttention gives the same result with much less memory.")
 def c233() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 512, 32, dtype=torch.float64)
@@ -118,7 +118,7 @@ def c233() -> Verdict:
     )
 
 
-@claim("C234", COST, "Linear attention approximates softmax by feature maps and reaches O(n).")
+@claim(COST, "Linear attention approximates softmax by feature maps and reaches O(n).")
 def c234() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 256, 32)
@@ -133,7 +133,7 @@ def c234() -> Verdict:
     )
 
 
-@claim("C235", "Key takeaways", "Self-attention is encoder-style; cross-attention bridges two sequences.")
+@claim("Key takeaways", "Self-attention is encoder-style; cross-attention bridges two sequences.")
 def c235() -> Verdict:
     model = DecoderLM(DecoderConfig(vocab_size=16, context=8, d_model=32, layers=2, heads=4))
     kinds = {block.cross is None for block in model.blocks}

@@ -73,7 +73,7 @@ def drawn(size: int = 1000) -> torch.Tensor:
     return sequences(size, torch.Generator().manual_seed(0))
 
 
-@claim("C207", STEP, "The task turns 1 2 3 4 5 into 5 4 3 2 1.")
+@claim(STEP, "The task turns 1 2 3 4 5 into 5 4 3 2 1.")
 def c207() -> Verdict:
     symbols = drawn()[:, :LENGTH]
     return only_when(
@@ -83,7 +83,7 @@ def c207() -> Verdict:
     )
 
 
-@claim("C208", STEP, "A sequence is the input, a separator, and the input reversed: 13 tokens.")
+@claim(STEP, "A sequence is the input, a separator, and the input reversed: 13 tokens.")
 def c208() -> Verdict:
     ids = drawn()
     mirrored = torch.equal(ids[:, :LENGTH].flip(1), ids[:, LENGTH + 1 :])
@@ -93,7 +93,7 @@ def c208() -> Verdict:
     )
 
 
-@claim("C209", STEP, "A comment: the model's input is a b c d e f SEP and then six unknown tokens.")
+@claim(STEP, "A comment: the model's input is a b c d e f SEP and then six unknown tokens.")
 def c209() -> Verdict:
     ids = drawn()
     x = ids[:, :-1]
@@ -105,7 +105,7 @@ def c209() -> Verdict:
     )
 
 
-@claim("C210", STEP, "The loss covers the six reversed tokens only.")
+@claim(STEP, "The loss covers the six reversed tokens only.")
 def c210() -> Verdict:
     ids = drawn()
     counted = ids[:, 1:][:, LENGTH:]
@@ -115,7 +115,7 @@ def c210() -> Verdict:
     )
 
 
-@claim("C211", STEP, "A comment: in the target the reversed part starts at seq_len + 1.")
+@claim(STEP, "A comment: in the target the reversed part starts at seq_len + 1.")
 def c211() -> Verdict:
     y, answer = drawn()[:, 1:], drawn()[:, :LENGTH].flip(1)
     starts = [s for s in range(y.shape[1] - LENGTH + 1) if torch.equal(y[:, s : s + LENGTH], answer)]
@@ -126,7 +126,7 @@ def c211() -> Verdict:
     )
 
 
-@claim("C212", STEP, "The number printed as Loss is the model's loss.")
+@claim(STEP, "The number printed as Loss is the model's loss.")
 def c212() -> Verdict:
     torch.manual_seed(0)
     model, parts = Model(VOCABULARY, 2 * LENGTH + 1), drawn(5000).split(BATCH)
@@ -147,7 +147,7 @@ def c212() -> Verdict:
     )
 
 
-@claim("C213", STEP, "The printed reversal accuracy says how well the model reverses.")
+@claim(STEP, "The printed reversal accuracy says how well the model reverses.")
 def c213() -> Verdict:
     share = 5000 / (VOCABULARY - 2) ** LENGTH
     return experiment(
@@ -180,7 +180,7 @@ def panels(layers: int, heads: int) -> Any:
     return grid if heads > 1 else [[row] for row in grid]
 
 
-@claim("C216", LOOK, "The plotting function works for any number of layers and heads.")
+@claim(LOOK, "The plotting function works for any number of layers and heads.")
 def c216() -> Verdict:
     def works(grid: Callable[[int, int], Any], layers: int, heads: int) -> bool:
         try:
@@ -203,13 +203,13 @@ def c216() -> Verdict:
     )
 
 
-@claim("C217", LOOK, "In the figure rows are layers and columns are heads.")
+@claim(LOOK, "In the figure rows are layers and columns are heads.")
 def c217() -> Verdict:
     shape = np.shape(panels(2, 4))
     return holds(shape == (2, 4), f"2 layers × 4 heads make a grid of {shape[0]} × {shape[1]} panels.")
 
 
-@claim("C218", LOOK, "Position SEP + 1 should attend to position seq_len − 1, SEP + 2 to seq_len − 2, and so on.")
+@claim(LOOK, "Position SEP + 1 should attend to position seq_len − 1, SEP + 2 to seq_len − 2, and so on.")
 def c218() -> Verdict:
     ids = sequences(500, torch.Generator().manual_seed(0))
     place = torch.arange(LENGTH - 1)
@@ -225,7 +225,7 @@ def c218() -> Verdict:
     )
 
 
-@claim("C219", LOOK, "The pattern is an anti-diagonal.")
+@claim(LOOK, "The pattern is an anti-diagonal.")
 def c219() -> Verdict:
     ids, query = sequences(500, torch.Generator().manual_seed(0)), np.arange(LENGTH, N)
     key = [[k for k in range(LENGTH) if torch.equal(ids[:, k], ids[:, q + 1])] for q in query]  # what is said next
@@ -236,7 +236,7 @@ def c219() -> Verdict:
     )
 
 
-@claim("C222", ANALYSIS, "The analysis reports the share of queries at which a head attends to the right position.")
+@claim(ANALYSIS, "The analysis reports the share of queries at which a head attends to the right position.")
 def c222() -> Verdict:
     perfect = torch.tensor([0] * LENGTH + [N - 1 - q for q in range(LENGTH, N)])
     printed = torch.tensor([0] * LENGTH + [min(N - q, LENGTH) for q in range(LENGTH, N)])

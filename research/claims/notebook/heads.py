@@ -18,7 +18,7 @@ from qkv.nn import MultiHeadAttention
 from research.claims import Verdict, claim, false, holds, only_when
 
 
-@claim("C143", "1", "Processing “cat” in “The cat sat on the mat” looks at all other words, later ones too.")
+@claim("1", "Processing “cat” in “The cat sat on the mat” looks at all other words, later ones too.")
 def c143() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 6, 16)
@@ -34,7 +34,7 @@ def c143() -> Verdict:
     )
 
 
-@claim("C144", "1", "RNNs have limited memory because gradients vanish with distance.")
+@claim("1", "RNNs have limited memory because gradients vanish with distance.")
 def c144() -> Verdict:
     def gradients(kind: str, lags: tuple[int, ...]) -> list[float]:
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ def c144() -> Verdict:
     )
 
 
-@claim("C145", "1", "Attention has unlimited memory.")
+@claim("1", "Attention has unlimited memory.")
 def c145() -> Verdict:
     import transformers
 
@@ -97,7 +97,7 @@ def c145() -> Verdict:
     )
 
 
-@claim("C147", "2", "Element (i, j) of $QK^T$ is how much position i attends to position j.")
+@claim("2", "Element (i, j) of $QK^T$ is how much position i attends to position j.")
 def c147() -> Verdict:
     q, k = torch.tensor([[3.0, 0.0], [0.0, 1.0]]), torch.tensor([[2.0, 0.0], [2.2, 3.0]])
     scores = q @ k.T
@@ -110,7 +110,7 @@ def c147() -> Verdict:
     )
 
 
-@claim("C148", "2", "Scaling by $1/\\sqrt{d_k}$ keeps the softmax from saturating.")
+@claim("2", "Scaling by $1/\\sqrt{d_k}$ keeps the softmax from saturating.")
 def c148() -> Verdict:
     generator = torch.Generator().manual_seed(0)
     found = {}
@@ -146,7 +146,7 @@ def untrained(seed: int, x: torch.Tensor) -> torch.Tensor:
         return layer(x, return_weights=True)[1]
 
 
-@claim("C159", "5", "Heads divide the work: one on syntax, one on semantics, one on long-range dependencies.")
+@claim("5", "Heads divide the work: one on syntax, one on semantics, one on long-range dependencies.")
 def c159() -> Verdict:
     model = load("qkv-mini")
     torch.manual_seed(0)
@@ -171,7 +171,7 @@ def c159() -> Verdict:
     )
 
 
-@claim("C160", "5", "With $d_{model} = 512$ and 8 heads each has 64 dimensions, and the layer returns 512.")
+@claim("5", "With $d_{model} = 512$ and 8 heads each has 64 dimensions, and the layer returns 512.")
 def c160() -> Verdict:
     layer, x = MultiHeadAttention(512, 8), torch.randn(1, 3, 512)
     q, _, _ = layer.in_proj(x).chunk(3, -1)
@@ -184,7 +184,7 @@ def c160() -> Verdict:
     )
 
 
-@claim("C161", "5", "The input is split into 8 parts, one a head.")
+@claim("5", "The input is split into 8 parts, one a head.")
 def c161() -> Verdict:
     torch.manual_seed(0)
     layer, x = MultiHeadAttention(64, 8), torch.randn(1, 1, 64, requires_grad=True)
@@ -198,7 +198,7 @@ def c161() -> Verdict:
     )
 
 
-@claim("C162", "6", "The layer prints the size of a head and its scale, for 128 dimensions in 8 heads.")
+@claim("6", "The layer prints the size of a head and its scale, for 128 dimensions in 8 heads.")
 def c162() -> Verdict:
     layer, seen = MultiHeadAttention(128, 8), []
     with kernels.watching(lambda call, _: seen.append(call.q)):
@@ -214,19 +214,19 @@ def c162() -> Verdict:
     )
 
 
-@claim("C163", "6", "Multi-head attention keeps the shape (2, 10, 128).")
+@claim("6", "Multi-head attention keeps the shape (2, 10, 128).")
 def c163() -> Verdict:
     out = MultiHeadAttention(128, 8)(torch.randn(2, 10, 128))
     return holds(out.shape == (2, 10, 128), f"The output is {tuple(out.shape)}.")
 
 
-@claim("C164", "6.1", "The weights are (2, 8, 10, 10): batch, heads, queries, keys.")
+@claim("6.1", "The weights are (2, 8, 10, 10): batch, heads, queries, keys.")
 def c164() -> Verdict:
     weights = untrained(0, torch.randn(2, 10, 128))
     return holds(weights.shape == (2, 8, 10, 10), f"They are {tuple(weights.shape)}.")
 
 
-@claim("C165", "6.1", "A comment: the figure shows the first 4 heads.")
+@claim("6.1", "A comment: the figure shows the first 4 heads.")
 def c165() -> Verdict:
     maps = untrained(0, torch.randn(2, 10, 128))[0].numpy()
     panels = Figure().subplots(2, 4)
@@ -240,7 +240,7 @@ def c165() -> Verdict:
     )
 
 
-@claim("C166", "6.1", "The figure shows that each head learns another pattern.")
+@claim("6.1", "The figure shows that each head learns another pattern.")
 def c166() -> Verdict:
     torch.manual_seed(1)
     weights = untrained(0, torch.randn(400, 10, 128)).double()
@@ -258,7 +258,7 @@ def c166() -> Verdict:
     )
 
 
-@claim("C167", "6.1", "All heads respect the causal mask.")
+@claim("6.1", "All heads respect the causal mask.")
 def c167() -> Verdict:
     torch.manual_seed(1)
     weights = untrained(0, torch.randn(2, 10, 128))
@@ -266,7 +266,7 @@ def c167() -> Verdict:
     return holds(worst == 0, f"The largest weight above the diagonal, over 8 heads, is {worst:.0f}.")
 
 
-@claim("C168", "7", "The causal mask lets a token look only at past tokens.")
+@claim("7", "The causal mask lets a token look only at past tokens.")
 def c168() -> Verdict:
     torch.manual_seed(1)
     weights = untrained(0, torch.randn(1, 10, 128))[0]
@@ -278,7 +278,7 @@ def c168() -> Verdict:
     )
 
 
-@claim("C169", "7", "In the heatmap of the sentence each row shows where that token is looking.")
+@claim("7", "In the heatmap of the sentence each row shows where that token is looking.")
 def c169() -> Verdict:
     maps = []
     for seed in range(100):

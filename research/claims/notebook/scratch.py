@@ -26,7 +26,7 @@ def hidden(n: int) -> torch.Tensor:
     return torch.ones(n, n, dtype=torch.bool).triu(1)
 
 
-@claim("C149", "3.1", "Of Q, K, V (1, 4, 8) the output is (1, 4, 8), the weights are (1, 4, 4), and rows sum to 1.")
+@claim("3.1", "Of Q, K, V (1, 4, 8) the output is (1, 4, 8), the weights are (1, 4, 4), and rows sum to 1.")
 def c149() -> Verdict:
     torch.manual_seed(42)
     q, k, v = (torch.randn(1, 4, 8) for _ in range(3))
@@ -40,7 +40,7 @@ def c149() -> Verdict:
     )
 
 
-@claim("C150", "3.2", "In the heatmap (YlOrRd) bright cells are high attention, dark cells low.")
+@claim("3.2", "In the heatmap (YlOrRd) bright cells are high attention, dark cells low.")
 def c150() -> Verdict:
     def luminance(at: float) -> float:
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colormaps["YlOrRd"](at)[:3]]
@@ -54,7 +54,7 @@ def c150() -> Verdict:
     )
 
 
-@claim("C151", "3.2", "Rows are queries, columns are keys.")
+@claim("3.2", "Rows are queries, columns are keys.")
 def c151() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 2, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 8)
@@ -66,7 +66,7 @@ def c151() -> Verdict:
     )
 
 
-@claim("C152", "3.2", "Without a mask each position can look at all positions, future ones too.")
+@claim("3.2", "Without a mask each position can look at all positions, future ones too.")
 def c152() -> Verdict:
     torch.manual_seed(42)
     weights = by_hand(*(torch.randn(1, 4, 8) for _ in range(3)))[1][0]
@@ -77,7 +77,7 @@ def c152() -> Verdict:
     )
 
 
-@claim("C153", "4", "Position i may look only at positions before it, $j < i$.")
+@claim("4", "Position i may look only at positions before it, $j < i$.")
 def c153() -> Verdict:
     n = 4
     drawn, strict = (~hidden(n)).sum(1), torch.ones(n, n).tril(-1).sum(1)
@@ -90,13 +90,13 @@ def c153() -> Verdict:
     )
 
 
-@claim("C154", "4", "The 4 × 4 pattern is lower triangular: row i sees positions 0 to i.")
+@claim("4", "The 4 × 4 pattern is lower triangular: row i sees positions 0 to i.")
 def c154() -> Verdict:
     seen = [row.nonzero().flatten().tolist() for row in Causal().dense(4, 4)[0, 0]]
     return holds(seen == [list(range(i + 1)) for i in range(4)], f"The rows see {', '.join(map(str, seen))}.")
 
 
-@claim("C155", "4", "The mask for 6 positions is True above the diagonal, and True means hidden.")
+@claim("4", "The mask for 6 positions is True above the diagonal, and True means hidden.")
 def c155() -> Verdict:
     mask = hidden(6)
     return holds(
@@ -106,7 +106,7 @@ def c155() -> Verdict:
     )
 
 
-@claim("C156", "4", "Filling with −1e9 leaves exact zeros above the diagonal.")
+@claim("4", "Filling with −1e9 leaves exact zeros above the diagonal.")
 def c156() -> Verdict:
     torch.manual_seed(42)
     x = [torch.randn(1, 4, 8) for _ in range(3)]
@@ -121,7 +121,7 @@ def c156() -> Verdict:
     )
 
 
-@claim("C157", "4", "−1e9 is a safe stand-in for −∞.")
+@claim("4", "−1e9 is a safe stand-in for −∞.")
 def c157() -> Verdict:
     torch.manual_seed(42)
     x = [torch.randn(1, 4, 8) for _ in range(3)]
@@ -145,7 +145,7 @@ def c157() -> Verdict:
 INF = math.inf
 
 
-@claim("C170", "8.1", "Unscaled scores have a far larger standard deviation than scaled ones ($d_k = 64$).")
+@claim("8.1", "Unscaled scores have a far larger standard deviation than scaled ones ($d_k = 64$).")
 def c170() -> Verdict:
     torch.manual_seed(42)
     q, k = torch.randn(1, 10, 64), torch.randn(1, 10, 64)
@@ -158,7 +158,7 @@ def c170() -> Verdict:
     )
 
 
-@claim("C171", "8.1", "The scaling factor 1/√64 is printed as 0.1250.")
+@claim("8.1", "The scaling factor 1/√64 is printed as 0.1250.")
 def c171() -> Verdict:
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 5, 64, dtype=torch.float64)
@@ -168,7 +168,7 @@ def c171() -> Verdict:
     return holds(printed == {"0.1250"}, f"It is {printed.pop()}, which is what attention applies: 1/√64.")
 
 
-@claim("C173", "8.2", "The softmax of a row of nothing but −∞ is NaN.")
+@claim("8.2", "The softmax of a row of nothing but −∞ is NaN.")
 def c173() -> Verdict:
     row = torch.full((3,), -INF).softmax(-1)
     ours = qkv.attend(*torch.randn(3, 1, 1, 3, 4), mask=~qkv.masks.Prefix(3))
@@ -178,13 +178,13 @@ def c173() -> Verdict:
     )
 
 
-@claim("C174", "8.2", "`nan_to_num` turns such rows into zeros.")
+@claim("8.2", "`nan_to_num` turns such rows into zeros.")
 def c174() -> Verdict:
     row = torch.nan_to_num(torch.full((3,), -INF).softmax(-1), nan=0.0)
     return holds(bool((row == 0).all()), f"It gives {row.tolist()}.")
 
 
-@claim("C175", "8.2", "That makes rows that see nothing safe.")
+@claim("8.2", "That makes rows that see nothing safe.")
 def c175() -> Verdict:
     def gradient(additive: bool) -> torch.Tensor:
         torch.manual_seed(0)
@@ -202,7 +202,7 @@ def c175() -> Verdict:
     )
 
 
-@claim("C176", "8.2", "Padding tokens make whole rows of the mask hidden.")
+@claim("8.2", "Padding tokens make whole rows of the mask hidden.")
 def c176() -> Verdict:
     real = torch.tensor([False, False, True, True])  # two tokens of padding on the left
     empty = {
@@ -219,7 +219,7 @@ def c176() -> Verdict:
     )
 
 
-@claim("C177", "8.2", "Its code needs `nan_to_num` against NaN.")
+@claim("8.2", "Its code needs `nan_to_num` against NaN.")
 def c177() -> Verdict:
     hidden = torch.ones(1, 3, dtype=torch.bool)
     rows = {fill: torch.zeros(1, 3).masked_fill(hidden, fill).softmax(-1) for fill in (-INF, -1e9)}
@@ -230,7 +230,7 @@ def c177() -> Verdict:
     )
 
 
-@claim("C178", "8.3", "Dropout acts on the weights after the softmax, and on the output after the projection.")
+@claim("8.3", "Dropout acts on the weights after the softmax, and on the output after the projection.")
 def c178() -> Verdict:
     torch.manual_seed(0)
     layer = qkv.nn.MultiHeadAttention(32, 4, attention=qkv.Attention(dropout_p=0.3))
@@ -249,7 +249,7 @@ def c178() -> Verdict:
     )
 
 
-@claim("C180", "9", "No sequential dependency is why transformers are so fast.")
+@claim("9", "No sequential dependency is why transformers are so fast.")
 def c180() -> Verdict:
     cells = benchmark("decoder.json")["cells"]
     training, decoding = (

@@ -55,7 +55,7 @@ def entropies() -> tuple[float, float]:
     return found[0], found[1]
 
 
-@claim("C325", "1", "When “noir” is generated, the weight is on “black”.")
+@claim("1", "When “noir” is generated, the weight is on “black”.")
 def c325() -> Verdict:
     found = translate("qkv-translation", "the black cat sat on the mat")
     weight = found.weights[found.target.index("noir"), found.source.index("black")].item()
@@ -63,7 +63,7 @@ def c325() -> Verdict:
     return holds(weight > 0.9 and trained.kind == "holds", trained.text, *trained.by)
 
 
-@claim("C327", "1", "Between any two positions the path is O(1) long in self-attention, O(n) in a recurrent network.")
+@claim("1", "Between any two positions the path is O(1) long in self-attention, O(n) in a recurrent network.")
 def c327() -> Verdict:
     lengths = (8, 16, 32)
     chain = [path(torch.ones(n, n).tril().triu(-1).bool(), 0, n - 1) for n in lengths]
@@ -74,7 +74,7 @@ def c327() -> Verdict:
     )
 
 
-@claim("C328", "1", "Attention is differentiable and can be trained end to end.")
+@claim("1", "Attention is differentiable and can be trained end to end.")
 def c328() -> Verdict:
     from qkv import attend
     from qkv.masks import Causal
@@ -97,7 +97,7 @@ def c328() -> Verdict:
     )
 
 
-@claim("C329", "1", "What attention learns often matches human intuition.")
+@claim("1", "What attention learns often matches human intuition.")
 def c329() -> Verdict:
     """It holds if in most of the models a head's strongest word is a true counterpart for 0.9 of the words."""
     by_head = links()
@@ -113,7 +113,7 @@ def c329() -> Verdict:
     )
 
 
-@claim("C350", "4 Bahdanau", "The demonstration shows the model learning to focus on the relevant words.")
+@claim("4 Bahdanau", "The demonstration shows the model learning to focus on the relevant words.")
 def c350() -> Verdict:
     weights = bahdanau_demo()
     low, high = weights.min().item(), weights.max().item()
@@ -124,7 +124,7 @@ def c350() -> Verdict:
     )
 
 
-@claim("C351", "4 Bahdanau", "In a trained model the alignments would be much sharper.")
+@claim("4 Bahdanau", "In a trained model the alignments would be much sharper.")
 def c351() -> Verdict:
     trained, fresh = entropies()
     return holds(
@@ -134,7 +134,7 @@ def c351() -> Verdict:
     )
 
 
-@claim("C364", "4 Seq2Seq", "The model uses attention to focus on the relevant source words.")
+@claim("4 Seq2Seq", "The model uses attention to focus on the relevant source words.")
 def c364() -> Verdict:
     trained, fresh = entropies()
     return only_when(

@@ -20,7 +20,7 @@ SECTION = "3"
 SCORES = torch.tensor([2.5, 0.8, 0.3, 0.2], dtype=torch.float64)
 
 
-@claim("C344", SECTION, "softmax(2.5, 0.8, 0.3, 0.2) is about 0.77, 0.14, 0.05, 0.04.")
+@claim(SECTION, "softmax(2.5, 0.8, 0.3, 0.2) is about 0.77, 0.14, 0.05, 0.04.")
 def c344() -> Verdict:
     right, printed = SCORES.softmax(-1), torch.tensor([0.77, 0.14, 0.05, 0.04])
     e_17 = math.e ** (2.5 - 0.8)  # how far the first weight is above the second
@@ -30,7 +30,7 @@ def c344() -> Verdict:
     )
 
 
-@claim("C345", SECTION, "The context is 0.77 h₁ + 0.14 h₂ + 0.05 h₃ + 0.04 h₄.")
+@claim(SECTION, "The context is 0.77 h₁ + 0.14 h₂ + 0.05 h₃ + 0.04 h₄.")
 def c345() -> Verdict:
     right = [round(value, 2) for value in SCORES.softmax(-1).tolist()]
     return false(
@@ -39,19 +39,19 @@ def c345() -> Verdict:
     )
 
 
-@claim("C346", SECTION, "0.03, 0.05, 0.12, 0.80 are weights of attention.")
+@claim(SECTION, "0.03, 0.05, 0.12, 0.80 are weights of attention.")
 def c346() -> Verdict:
     weights = torch.tensor([0.03, 0.05, 0.12, 0.80], dtype=torch.float64)
     return holds(bool((weights >= 0).all()) and abs(weights.sum() - 1) < 1e-9, "None is negative; the sum is 1.00.")
 
 
-@claim("C347", SECTION, "0.08, 0.17, 0.40, 0.35 are weights of attention.")
+@claim(SECTION, "0.08, 0.17, 0.40, 0.35 are weights of attention.")
 def c347() -> Verdict:
     weights = torch.tensor([0.08, 0.17, 0.40, 0.35], dtype=torch.float64)
     return holds(bool((weights >= 0).all()) and abs(weights.sum() - 1) < 1e-9, "None is negative; the sum is 1.00.")
 
 
-@claim("C348", SECTION, "H heads of $d_v$ side by side are $d_{model}$ wide.")
+@claim(SECTION, "H heads of $d_v$ side by side are $d_{model}$ wide.")
 def c348() -> Verdict:
     widths = {}
     for heads in (1, 8, 16):
@@ -68,7 +68,7 @@ def c348() -> Verdict:
     )
 
 
-@claim("C349", SECTION, "Without $W^O$ the heads would be completely independent.")
+@claim(SECTION, "Without $W^O$ the heads would be completely independent.")
 def c349() -> Verdict:
     torch.manual_seed(0)
     values = torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True)  # two heads of 4
@@ -90,7 +90,7 @@ def c349() -> Verdict:
 ADDITIVE, MULTIPLICATIVE, SCALED = "2 Additive", "2 Multiplicative", "2 Scaled"
 
 
-@claim("C330", ADDITIVE, "The score is $v_a^T \\tanh(W_a q + U_a k)$: $W_a$ for the query, $U_a$ for the key.")
+@claim(ADDITIVE, "The score is $v_a^T \\tanh(W_a q + U_a k)$: $W_a$ for the query, $U_a$ for the key.")
 def c330() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 4)
@@ -107,7 +107,7 @@ def c330() -> Verdict:
     )
 
 
-@claim("C331", ADDITIVE, "tanh bounds the scores, and so keeps softmax from saturating.")
+@claim(ADDITIVE, "tanh bounds the scores, and so keeps softmax from saturating.")
 def c331() -> Verdict:
     torch.manual_seed(0)
     v, hidden = torch.randn(64), torch.tanh(torch.randn(500, 10, 64))
@@ -121,7 +121,7 @@ def c331() -> Verdict:
     )
 
 
-@claim("C333", MULTIPLICATIVE, "The general score $q^T W k$ is a dot product after transforming the key.")
+@claim(MULTIPLICATIVE, "The general score $q^T W k$ is a dot product after transforming the key.")
 def c333() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 5, 4, dtype=torch.float64)
@@ -132,7 +132,7 @@ def c333() -> Verdict:
     return holds(error < 1e-12, f"The outputs differ by {error:.1g}. As well it is one after transforming the query.")
 
 
-@claim("C334", MULTIPLICATIVE, "One matrix product computes all m × n similarities.")
+@claim(MULTIPLICATIVE, "One matrix product computes all m × n similarities.")
 def c334() -> Verdict:
     torch.manual_seed(0)
     q, k = torch.randn(3, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
@@ -141,14 +141,14 @@ def c334() -> Verdict:
     return holds(error < 1e-13, f"$QK^T$ of 3 queries and 5 keys and 15 single products differ by {error:.1g}.")
 
 
-@claim("C335", SCALED, "At $d_k = 512$ unscaled dot products have a standard deviation of √512 ≈ 22.6.")
+@claim(SCALED, "At $d_k = 512$ unscaled dot products have a standard deviation of √512 ≈ 22.6.")
 def c335() -> Verdict:
     q, k = torch.randn(2, 20_000, 512, generator=torch.Generator().manual_seed(0))
     found = (q * k).sum(-1).std().item()
     return holds(f"{math.sqrt(512):.1f}" == "22.6" and abs(found - 22.6) < 0.4, f"22.627; {found:.1f} in 20,000 draws.")
 
 
-@claim("C336", SCALED, "$d_k = 512$ is common in Transformers.")
+@claim(SCALED, "$d_k = 512$ is common in Transformers.")
 def c336() -> Verdict:
     import transformers
 
@@ -175,9 +175,7 @@ def c336() -> Verdict:
 
 
 @claim(
-    "C338",
-    "2 Self",
-    "Weights are $\\exp(q_i \\cdot k_j / \\sqrt{d_k})$ over their sum, outputs the weighted sums of values.",
+    "2 Self", "Weights are $\\exp(q_i \\cdot k_j / \\sqrt{d_k})$ over their sum, outputs the weighted sums of values."
 )
 def c338() -> Verdict:
     torch.manual_seed(0)
@@ -190,7 +188,7 @@ def c338() -> Verdict:
     return holds(error < 1e-12, f"Written out as loops it agrees with `qkv.attend` to {error:.1g}.")
 
 
-@claim("C339", "2 Self", "A position reaches any other in one step, not in |i − j| steps.")
+@claim("2 Self", "A position reaches any other in one step, not in |i − j| steps.")
 def c339() -> Verdict:
     torch.manual_seed(0)
     layer, x = qkv.nn.MultiHeadAttention(16, 2), torch.randn(1, 200, 16, requires_grad=True)
@@ -203,7 +201,7 @@ def c339() -> Verdict:
     )
 
 
-@claim("C340", "2 Multi-head", "Heads specialise: in syntax, in meaning, in nearby words.")
+@claim("2 Multi-head", "Heads specialise: in syntax, in meaning, in nearby words.")
 def c340() -> Verdict:
     (head, near, even), (other, again, even_again) = strongest(previous()), strongest(after_earlier())
     return holds(
@@ -215,7 +213,7 @@ def c340() -> Verdict:
     )
 
 
-@claim("C341", "2 Multi-head", "8 heads of 64 cost as much as one of 512.")
+@claim("2 Multi-head", "8 heads of 64 cost as much as one of 512.")
 def c341() -> Verdict:
     def cost(heads: int, n: int = 1024) -> tuple[int, int]:
         q = torch.zeros(heads, n, 512 // heads, device="meta")
@@ -232,7 +230,7 @@ def c341() -> Verdict:
     )
 
 
-@claim("C342", "2 Masking", "A padding mask gives padded keys no weight.")
+@claim("2 Masking", "A padding mask gives padded keys no weight.")
 def c342() -> Verdict:
     torch.manual_seed(0)
     x = torch.randn(1, 1, 6, 8, dtype=torch.float64)
@@ -245,7 +243,7 @@ def c342() -> Verdict:
     )
 
 
-@claim("C343", "2 Masking", "A mask of ones and zeros and an added matrix of 0 and −∞ are the same.")
+@claim("2 Masking", "A mask of ones and zeros and an added matrix of 0 and −∞ are the same.")
 def c343() -> Verdict:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 5, 4, dtype=torch.float64)
@@ -258,7 +256,7 @@ def c343() -> Verdict:
 LUONG = "[Luong et al. 2015](https://arxiv.org/abs/1508.04025)"
 
 
-@claim("C366", "5", "Attention is like kernel smoothing, with a kernel that is learnt.")
+@claim("5", "Attention is like kernel smoothing, with a kernel that is learnt.")
 def c366() -> Verdict:
     torch.manual_seed(0)
     q, k = torch.randn(2, 6, 8, dtype=torch.float64)
@@ -276,7 +274,7 @@ def c366() -> Verdict:
     )
 
 
-@claim("C367", "5", "Attention can be seen as a convolution whose kernel depends on the input.")
+@claim("5", "Attention can be seen as a convolution whose kernel depends on the input.")
 def c367() -> Verdict:
     torch.manual_seed(0)
     a, b = torch.randn(2, 1, 1, 9, 8, dtype=torch.float64)
@@ -293,11 +291,7 @@ def c367() -> Verdict:
     )
 
 
-@claim(
-    "C368",
-    "5",
-    "A 1 × 1 convolution is nearly attention with queries equal to keys, where all positions attend equally.",
-)
+@claim("5", "A 1 × 1 convolution is nearly attention with queries equal to keys, where all positions attend equally.")
 def c368() -> Verdict:
     torch.manual_seed(0)
     x = torch.randn(1, 6, 8, dtype=torch.float64)
@@ -313,7 +307,7 @@ def c368() -> Verdict:
     )
 
 
-@claim("C369", "5", "Soft attention lets gradients flow through all paths.")
+@claim("5", "Soft attention lets gradients flow through all paths.")
 def c369() -> Verdict:
     torch.manual_seed(0)
     counts = {}

@@ -54,14 +54,14 @@ def its_heads() -> tuple[Tensor, Tensor]:
     return q, k
 
 
-@claim("C352", SDPA, "−1e9 where the mask is 0 gives a weight of about 0.")
+@claim(SDPA, "−1e9 where the mask is 0 gives a weight of about 0.")
 def c352() -> Verdict:
     q = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     weights = attention(q, q, q, torch.ones(5, 5).tril())[1]
     return holds(weights.triu(1).max() == 0, "Exactly 0 in float32, for rows that see at least one key.")
 
 
-@claim("C353", SDPA, "With −1e9 a mask is complete: what is masked gets no weight.")
+@claim(SDPA, "With −1e9 a mask is complete: what is masked gets no weight.")
 def c353() -> Verdict:
     q = torch.zeros(3, 8)
     mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
@@ -73,7 +73,7 @@ def c353() -> Verdict:
     )
 
 
-@claim("C354", SDPA, "In the demonstration “cat” now includes context from “The” and “sat”.")
+@claim(SDPA, "In the demonstration “cat” now includes context from “The” and “sat”.")
 def c354() -> Verdict:
     rng = np.random.RandomState(42)
     rng.randn(4 * 8 + 2 * 64 + 8 + 4 * 8)  # what the demonstration before it draws
@@ -87,14 +87,14 @@ def c354() -> Verdict:
     )
 
 
-@claim("C355", MHA, "The demonstration has output (2, 6, 64) and weights (2, 8, 6, 6).")
+@claim(MHA, "The demonstration has output (2, 6, 64) and weights (2, 8, 6, 6).")
 def c355() -> Verdict:
     out, weights = qkv.nn.MultiHeadAttention(64, 8)(torch.randn(2, 6, 64), return_weights=True)
     shapes = tuple(out.shape), tuple(weights.shape)
     return holds(shapes == ((2, 6, 64), (2, 8, 6, 6)), f"{shapes[0]} and {shapes[1]}.")
 
 
-@claim("C356", MHA, "Each row of the printed weights sums to 1.0.")
+@claim(MHA, "Each row of the printed weights sums to 1.0.")
 def c356() -> Verdict:
     q, k = its_heads()
     sums, kept = attention(q, k, k, p=0.1)[1].sum(-1), attention(q, k, k)[1].sum(-1)
@@ -107,7 +107,7 @@ def c356() -> Verdict:
     )
 
 
-@claim("C357", MHA, "The 8 heads each learn a different pattern of attention.")
+@claim(MHA, "The 8 heads each learn a different pattern of attention.")
 def c357() -> Verdict:
     weights = attention(*its_heads(), its_heads()[1])[1]
     even = (-(weights * weights.log()).sum(-1) / math.log(6)).mean((0, 2))
@@ -118,14 +118,14 @@ def c357() -> Verdict:
     )
 
 
-@claim("C358", MHA, "With the causal mask later positions have zero weight.")
+@claim(MHA, "With the causal mask later positions have zero weight.")
 def c358() -> Verdict:
     q, k = torch.randn(2, 2, 8, 6, 8, generator=torch.Generator().manual_seed(0))
     weights = attention(q, k, k, torch.ones(6, 6).tril(), p=0.1)[1]
     return holds(weights.triu(1).max() == 0, "Exactly, also with dropout.")
 
 
-@claim("C359", MHA, "A mask may have the shape (batch, 1, n, n) or (batch, 1, 1, n).")
+@claim(MHA, "A mask may have the shape (batch, 1, n, n) or (batch, 1, 1, n).")
 def c359() -> Verdict:
     q, k = torch.randn(2, 2, 8, 6, 8, generator=torch.Generator().manual_seed(0))
     real = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
@@ -136,14 +136,14 @@ def c359() -> Verdict:
     )
 
 
-@claim("C360", SEQ2SEQ, "Shapes: source (2, 4), target (2, 3), output (2, 3, 120).")
+@claim(SEQ2SEQ, "Shapes: source (2, 4), target (2, 3), output (2, 3, 120).")
 def c360() -> Verdict:
     with torch.no_grad():
         out = Seq2Seq()(torch.randint(100, (2, 4)), torch.randint(120, (2, 3)))
     return holds(out.shape == (2, 3, 120), f"{tuple(out.shape)}.")
 
 
-@claim("C361", SEQ2SEQ, "It is trained by teacher forcing, with the true target tokens as inputs.")
+@claim(SEQ2SEQ, "It is trained by teacher forcing, with the true target tokens as inputs.")
 def c361() -> Verdict:
     torch.manual_seed(0)
     model, source, target = Seq2Seq().eval(), torch.randint(100, (1, 4)), torch.randint(120, (1, 3))
@@ -159,7 +159,7 @@ def c361() -> Verdict:
     )
 
 
-@claim("C362", SEQ2SEQ, "It handles batches of source sentences.")
+@claim(SEQ2SEQ, "It handles batches of source sentences.")
 def c362() -> Verdict:
     torch.manual_seed(0)
     model = Seq2Seq().eval()
@@ -178,7 +178,7 @@ def c362() -> Verdict:
     )
 
 
-@claim("C363", SEQ2SEQ, "With vocabularies of 100 and 120 it has 359,800 parameters (not printed there).")
+@claim(SEQ2SEQ, "With vocabularies of 100 and 120 it has 359,800 parameters (not printed there).")
 def c363() -> Verdict:
     count = sum(p.numel() for p in Seq2Seq().parameters())
     return holds(count == 359_800, f"{count:,}.")
@@ -203,7 +203,7 @@ def told(norms: dict[int, float]) -> str:
     return ", ".join(f"{norm:.2f} with {n:,} keys" for n, norm in norms.items())
 
 
-@claim("C376", SECTION, "Without softmax the weighted sum grows with the number of keys.")
+@claim(SECTION, "Without softmax the weighted sum grows with the number of keys.")
 def c376() -> Verdict:
     norms = context_norms(softmax=False)
     growth = norms[1024] / norms[16]
@@ -214,7 +214,7 @@ def c376() -> Verdict:
     )
 
 
-@claim("C377", SECTION, "With softmax the size of the context does not depend on the length.")
+@claim(SECTION, "With softmax the size of the context does not depend on the length.")
 def c377() -> Verdict:
     norms = context_norms(softmax=True)
     return false(
@@ -224,7 +224,7 @@ def c377() -> Verdict:
     )
 
 
-@claim("C378", SECTION, "Normalizing is not optional but essential for stable training.")
+@claim(SECTION, "Normalizing is not optional but essential for stable training.")
 def c378() -> Verdict:
     trained = experiment("C378", "normalizers")
     return false(
@@ -237,7 +237,7 @@ def c378() -> Verdict:
     )
 
 
-@claim("C379", SECTION, "Setting weights to 0 after softmax is wrong: the softmax still contains the masked positions.")
+@claim(SECTION, "Setting weights to 0 after softmax is wrong: the softmax still contains the masked positions.")
 def c379() -> Verdict:
     torch.manual_seed(0)
     scores, values = torch.randn(6, 6, dtype=torch.float64, requires_grad=True), torch.randn(6, 4, dtype=torch.float64)
@@ -254,7 +254,7 @@ def c379() -> Verdict:
     )
 
 
-@claim("C380", SECTION, "−∞ before softmax gives a weight of 0 and the right gradients.")
+@claim(SECTION, "−∞ before softmax gives a weight of 0 and the right gradients.")
 def c380() -> Verdict:
     torch.manual_seed(0)
     scores = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
@@ -267,7 +267,7 @@ def c380() -> Verdict:
     )
 
 
-@claim("C382", SECTION, "Transposing and reshaping in the wrong order keeps the shape and scrambles the data.")
+@claim(SECTION, "Transposing and reshaping in the wrong order keeps the shape and scrambles the data.")
 def c382() -> Verdict:
     x = torch.arange(2 * 3 * 8).view(2, 3, 8)
     right, wrong = x.view(2, 3, 4, 2).transpose(1, 2), x.view(2, 4, 3, 2)
@@ -280,7 +280,7 @@ def c382() -> Verdict:
     )
 
 
-@claim("C383", SECTION, "A test: with query = key = value and no mask the output equals the input.")
+@claim(SECTION, "A test: with query = key = value and no mask the output equals the input.")
 def c383() -> Verdict:
     torch.manual_seed(0)
     x = torch.randn(1, 1, 6, 8, dtype=torch.float64)
@@ -296,7 +296,7 @@ def c383() -> Verdict:
     )
 
 
-@claim("C384", SECTION, "A window with strided positions costs O(n √n).")
+@claim(SECTION, "A window with strided positions costs O(n √n).")
 def c384() -> Verdict:
     counts = {n: pairs((Window(int(n**0.5)) | Strided(int(n**0.5))) & Causal(), n) for n in (64, 256, 1024)}
     ratio = [count / n**1.5 for n, count in counts.items()]
@@ -309,7 +309,7 @@ def c384() -> Verdict:
     )
 
 
-@claim("C385", SECTION, "Through several sparse layers dependencies over long distances remain possible.")
+@claim(SECTION, "Through several sparse layers dependencies over long distances remain possible.")
 def c385() -> Verdict:
     mask = (Window(8) | Strided(8)) & Causal()
     one, two = reached(mask, 64, 1), reached(mask, 64, 2)
@@ -320,7 +320,7 @@ def c385() -> Verdict:
     )
 
 
-@claim("C386", SECTION, "Maps of attention show nearby words, antecedents of pronouns, syntactic dependencies.")
+@claim(SECTION, "Maps of attention show nearby words, antecedents of pronouns, syntactic dependencies.")
 def c386() -> Verdict:
     (head, near, even), (other, again, even_again) = strongest(previous()), strongest(after_earlier())
     return only_when(
