@@ -283,8 +283,11 @@ class AtTokens(Edit):
     edit: Edit
 
     def check(self) -> None:
-        if not self.positions or not all(isinstance(x, int) and x >= 0 for x in self.positions):
-            raise InputError(f"positions is {self.positions!r}, expected numbers from 0, at least one")
+        at = self.positions if isinstance(self.positions, Sequence) else ()
+        if not at or not all(isinstance(x, int) and x >= 0 for x in at):
+            raise InputError(
+                f"edits has AtTokens with positions {self.positions!r}, expected a list of numbers from 0, at least one"
+            )
         _check_inner(self.edit)
 
     def apply(self, head: Vectors) -> Float[Tensor, "b n d"]:

@@ -323,6 +323,7 @@ def test_every_edit_fulfils_its_contract() -> None:
         {("embed_tokens", "output"): edits.AtTokens([0], edits.Zero())},
         {(0, "mlp"): "softmax"},
         {(0, 0): edits.AtTokens([0], edits.Temperature(2.0))},
+        {(0, 0): edits.AtTokens(torch.tensor([0, 1]), edits.Zero())},  # type: ignore[arg-type]
         {(0, "mlp"): edits.Values(edits.Zero())},
     ],
 )

@@ -287,6 +287,11 @@ def generated(name: str, **inputs: Any) -> object:
         return lm(**{"input_ids": torch.arange(9)[None], "past_key_values": cache, **inputs})
 
 
+def cropped() -> None:
+    with evicting(hf.build("llama", suffix="ForCausalLM"), "tova", 6) as cache:
+        cache.crop(-1)
+
+
 OWN = type("Own", (MeanAttention,), {"name": "heavy"})
 REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("policies", "'newest'", lambda: eviction(model(), text(9), policies=("window", "newest"))),
@@ -299,6 +304,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("model", "sliding_attention", lambda: generated("gemma2")),
     ("attention_mask", "padding", lambda: generated("llama", **hf.inputs("llama", "left"))),
     ("past_key_values", "another", lambda: generated("llama", past_key_values=None)),
+    ("past_key_values", "give back", cropped),
     ("budgets", "policy 'sinks'", lambda: eviction(model(), text(9), budgets=(4,))),
     ("budgets", "at least 2", lambda: eviction(model(), text(9), budgets=(1,), policies=("heavy",))),
     ("budgets", "empty", lambda: eviction(model(), text(9), budgets=())),

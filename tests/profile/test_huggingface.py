@@ -129,7 +129,7 @@ def test_compiled_model_computes_the_same() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["t5", "gpt_oss"])
+@pytest.mark.parametrize("name", ["t5", "gpt_oss", "gpt2"])
 def test_output_attentions_equal_eager_attention(name: str) -> None:
     model, inputs = hf.build(name, "eager"), hf.inputs(name)
     want = model(**inputs, output_attentions=True)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from test_watch import OF_WHOLE_FORWARDS, causal_lm, same, tokens, whole
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -229,6 +230,13 @@ def test_watch_of_images_is_the_profile_of_the_same_inputs(name: str) -> None:
     with qkv.watch(model) as watched:
         assert torch.equal(model(**batch)[0], want)
     same(watched.profile(), qkv.profile(model, batch, probe=False, progress=False), but=set())
+
+
+def test_returned_texts_are_counted_among_texts_and_not_among_images() -> None:
+    model = transformers.LlavaForConditionalGeneration(hf_zoo.build("llava").config).eval()
+    with qkv.watch(model) as watched:
+        model.generate(**hf_zoo.inputs("llava"), max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert watched.profile().attrs["returned"] == [0, 1]
 
 
 # --- edits that speak of positions ------------------------------------------------------------------------------------

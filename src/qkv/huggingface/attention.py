@@ -490,8 +490,16 @@ def attend(
     """The attention function for transformers. It also returns the weights if `output_attentions` is set."""
     call, _ = call_of(module, type(module).__name__, query, key, value, attention_mask, **arguments)
     with torch.autocast(query.device.type, enabled=False):  # the kernels use float32 where they need it
-        result = serve(call, weights=bool(arguments.get("output_attentions")))
+        result = serve(call, weights=asks_weights(arguments))
     return result.out.transpose(1, 2).contiguous(), result.weights
+
+
+def asks_weights(arguments: Mapping[str, Any]) -> bool:
+    """Whether a model wants the weights of a call, which some models say to transformers' hooks only."""
+    from transformers.utils import output_capturing
+
+    asked = output_capturing._active_collector.get() or {}
+    return bool(arguments.get("output_attentions")) or any("attentions" in name for name in asked)
 
 
 EAGER = "eager_attention_forward"

@@ -14,7 +14,7 @@ from qkv.attention import Attention
 from qkv.cache import Evicting
 from qkv.cache.evicting import FIRST, policies_of
 from qkv.errors import InputError
-from qkv.huggingface.attention import call_of, routed, routes
+from qkv.huggingface.attention import asks_weights, call_of, routed, routes
 from qkv.models.pretrained import tell_rotary
 
 
@@ -50,6 +50,12 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.held.reorder(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise InputError(
+            "past_key_values is to give back tokens, which an evicting cache cannot; expected generate without "
+            "assistant_model and prompt_lookup_num_tokens"
+        )
 
 
 @contextmanager
@@ -117,7 +123,7 @@ def attending_through(model: nn.Module, caches: Sequence[Any]) -> Iterator[Cache
         if layer.new is not key:
             raise InputError(f"past_key_values is another cache in {name}, expected the one that `evicting` yields")
         layer.new = None
-        if arguments.get("output_attentions"):
+        if asks_weights(arguments):
             raise InputError("output_attentions is True, but weights on evicted keys do not exist; expected False")
         call, padding = call_of(module, name, query, key, value, attention_mask, **arguments)
         if padding is not None:

@@ -68,7 +68,8 @@ class Watched:
         chosen = chosen if isinstance(chosen, list) else [chosen]
         every = {s: s.places for s in chosen if s.layers}
         whole = set().union(*every.values())
-        ended = {s: {x for x in whole - own if x[0] in {group for group, _, _ in own}} for s, own in every.items()}
+        of = {s: {group for group, _, _ in own} for s, own in every.items()}
+        ended = {s: {x for x in whole - own if x[0] in of[s]} for s, own in every.items()}
         chosen = [s for s, missing in ended.items() if not missing]
         left_out = {
             f"sequence {self.sequences.index(s)}": f"it did not reach {min(missing)[1]}, and profile(…) has it alone"
@@ -85,7 +86,6 @@ class Watched:
         if found := unrecorded | left_out:
             missing = "; ".join(f"{where}: {reason}" for where, reason in found.items())
             warnings.warn(f"not recorded: {missing}", stacklevel=2)
-        before = [sum(s.items for s in chosen[:i]) for i in range(len(chosen))]
         ids = chosen[0].ids(chosen[0].source or chosen[0].target)
         attrs = attributes(self._model, name_of_model(self._model), self._texts.seconds) | {
             "text_preview": "no token ids" if ids is None else preview(ids, self._tokenizer),
@@ -95,7 +95,11 @@ class Watched:
             "probes": "not run: the model was watched",
             "forwards": [s.forwards for s in chosen],
             "evicted": any(s.evicted for s in chosen),
-            "returned": [before[i] + item for s, item in self._returned for i, one in enumerate(chosen) if one is s],
+            "returned": [
+                item + sum(one.items for one in chosen[: chosen.index(s)] if of[one] & of[s])
+                for s, item in self._returned
+                if s in chosen
+            ],
         }
         return Profile(groups, attrs, {})
 

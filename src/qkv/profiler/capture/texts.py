@@ -72,7 +72,10 @@ class Forward:
         if self.cache is not None and not is_known(self.cache) and start:
             old = observed.call.user.k[:, :, : n_keys - self.tokens]
             layer = sequence.layer(observed)
-            _, at = located(old, layer.keys(), None, start - old.shape[2], sequence.ids(sequence.real))
+            first = start - old.shape[2]
+            _, at = located(old, layer.keys(), None, first, sequence.ids(sequence.real))
+            if bool((at == torch.arange(first, start, device=at.device)).all()):
+                return first, True
             new = torch.arange(start, start + self.tokens, device=at.device).expand(*at.shape[:2], self.tokens)
             return torch.cat([at, new], 2), True
         return sequence.keys_at(n_keys, start, self.tokens, index), self.cache is None or keeps_all(self.cache, index)
@@ -279,7 +282,7 @@ class Texts:
             return copy
         raise InputError(
             f"model reads with a cache of {max(x.length for x in found.values())} tokens filled outside of the "
-            "context; expected the model to read the text from its first token inside"
+            "context, or by several batches; expected it to read the text from its first token inside, as one batch"
         ) from reason
 
     def sequence_of(self, cache: Any) -> Sequence | None:
