@@ -13,7 +13,7 @@ from qkv._contract import overrides
 from qkv.biases import Bias
 from qkv.engine.call import Call, as_biases, as_mask, at_least_float32, detached
 from qkv.errors import InputError
-from qkv.kernels import eager, pick, serve, tiled
+from qkv.kernels import eager, opaque, pick, serve, tiled
 from qkv.masks import Mask
 from qkv.normalizers import Hard, Softmax
 from qkv.scores import Score
@@ -43,6 +43,7 @@ class Choice:
         return taken.masked_fill((self.index < 0)[..., None], 0)
 
 
+@opaque
 def choose_keys(
     q: Float[Tensor, "b h nq dq"],
     k: Float[Tensor, "b hkv nk dk"],
