@@ -20,7 +20,7 @@ from qkv.compat import Form
 from qkv.engine.call import A, Call, at_least_float32
 from qkv.engine.sizes import sizes
 from qkv.engine.tiles import block_status
-from qkv.kernels import FORM_WEIGHTS, choose, linear
+from qkv.kernels import FORM_WEIGHTS, choose, linear, opaque
 from qkv.masks import EMPTY, FULL, Mask, Tiles
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
@@ -98,6 +98,7 @@ def _amount(value: float, unit: str, step: int) -> str:
     return f"{value:.3g} {prefixes[power]}{unit}"
 
 
+@opaque
 def plan(
     q: A,
     k: A,

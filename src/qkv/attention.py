@@ -201,8 +201,8 @@ def _one_operation(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Ten
         return _sdpa(q, k, v, causal=causal, scale=scale) if out is None and plain else out
     if torch.compiler.is_compiling() and plain and not operator.is_faster(q, k):
         out = _sdpa(q, k, v, causal=causal, scale=scale)
-        if out is not None:
-            return out
+        if out is not None:  # see `SHORT`; compiled code does not read numbers
+            return torch.where(q.isfinite().all(-1, keepdim=True), out, torch.nan)
     return operator.traced(q, k, v, mask, sink, scale)
 
 

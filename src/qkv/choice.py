@@ -12,7 +12,7 @@ from torch import Tensor
 from qkv.biases import Bias
 from qkv.engine.call import Call, as_biases, as_mask, detached
 from qkv.errors import InputError
-from qkv.kernels import attention, eager, pick, serve, tiled
+from qkv.kernels import attention, eager, opaque, pick, serve, tiled
 from qkv.masks import Mask, Predicate
 from qkv.normalizers import Hard, Softmax
 from qkv.scores import Score
@@ -42,6 +42,7 @@ class Choice:
         return taken.masked_fill((self.index < 0)[..., None], 0)
 
 
+@opaque
 def choose_keys(
     q: Float[Tensor, "b h nq dq"],
     k: Float[Tensor, "b hkv nk dk"],

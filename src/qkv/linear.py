@@ -17,7 +17,7 @@ from torch import Tensor
 from qkv.engine.call import Call
 from qkv.errors import InputError, at_least_one, kind_of
 from qkv.features import elu_plus_one
-from qkv.kernels import serve
+from qkv.kernels import opaque, serve
 from qkv.kernels.linear import CHUNK, LinearState, attention
 from qkv.masks import Padding
 from qkv.normalizers import Identity
@@ -85,6 +85,7 @@ def linear_attend(
     return (out.to(v.dtype), after) if return_state else out.to(v.dtype)
 
 
+@opaque
 def linformer(
     q: Float[Tensor, "b h nq d"],
     k: Float[Tensor, "b hkv nk d"],

@@ -88,6 +88,11 @@ for name, inputs, attend in (
         results.append((out, *torch.autograd.grad(out.square().sum(), inputs, allow_unused=True)))
     for got, want in zip(*results[::-1], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}")
+short = torch.randn(1, 2, 9, 8)
+short[0, 1, 5] = torch.nan  # of which torch's kernel makes zeros
+plain = compiled_anew(lambda q, k: qkv.attend(q, k, k), fullgraph=True, backend="aot_eager")
+out = plain(short, torch.randn(1, 2, 9, 8))
+assert out[0, 1, 5].isnan().all() and out.isnan().sum() == 8
 with torch.autocast("cpu", torch.bfloat16):
     compiled = compiled_anew(lambda q, k, v: qkv.attend(q, k, v, mask=Window(5)), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v), qkv.attend(q, k, v, mask=Window(5)))
@@ -100,6 +105,21 @@ length = torch.export.Dim("n", min=2, max=4000)
 exported = torch.export.export(module, (torch.randn(2, 40, 32),), dynamic_shapes=({1: length},))
 x = torch.randn(2, 333, 32)
 torch.testing.assert_close(exported.module()(x), module(x))
+""",
+    "uncompiled": """
+import warnings
+import qkv
+q, k, e = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 20, 8), torch.randn(20, 5)
+for run in (
+    lambda: qkv.measure(q, k, mask=qkv.masks.Causal()).entropy, lambda: qkv.choose_keys(q, k, seed=3).log_prob,
+    lambda: qkv.linformer(q, k, k, e), lambda: torch.tensor(qkv.plan(q, k, k).flops),
+):
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        got = compiled_anew(run, backend="eager")()
+    ours = [str(w.message) for w in raised if "qkv" in str(w.message)]
+    assert not ours, ours
+    torch.testing.assert_close(got, run())
 """,
     "operator": """
 import qkv

@@ -30,7 +30,7 @@ from qkv.engine.level import sink_weight
 from qkv.engine.sharded import RingAccumulator, Shared, blocks, positions
 from qkv.engine.tiles import Group, Tile
 from qkv.errors import InputError
-from qkv.kernels import attention, tiled
+from qkv.kernels import attention, opaque, tiled
 from qkv.masks import Grid, Mask
 from qkv.native import binding
 from qkv.native import kernel as native_kernel
@@ -43,6 +43,7 @@ from qkv.statistics.result import Statistics, Thumbnail, share_of_first
 from qkv.statistics.triton import host as triton
 
 
+@opaque
 def measure(
     q: Any,
     k: Any,
