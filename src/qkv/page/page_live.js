@@ -92,7 +92,8 @@ class LivePage {
     }
     const temperature = Number(state.heat ?? 1);
     if (temperature >= 0 && temperature <= 2) writing.temperature = temperature;
-    if (heads.show(isHead(String(state.at), this.#live) ? String(state.at) : "0.0")) outdated = true;
+    const at = [String(state.at), `${state.layer}.${state.head}`, "0.0"].find((one) => isHead(one, this.#live));
+    if (heads.show(at)) outdated = true;
     if (outdated) this.#ask();
     else if (changed.has("source") || changed.has("session")) this.#draw();
     writing.draw();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,7 @@ def everywhere(model: nn.Module, normalizer: str) -> Callable[[], AbstractContex
 MAX_TOKENS = 512
 """Limits the size of an answer, which holds attention maps."""
 EXAMPLE = "import os\n\nclass Stack:\n    def __init__(self"
+BEGINNING = 64  # tokens of the user's text at which the page begins
 CONTEXT_TOKENS = 16  # decoded with a new token, because the text of a token depends on the tokens before it
 
 
@@ -123,8 +124,8 @@ class Live:
     (['<s>', 'import', ' os'], True)
     """
 
-    def __init__(self, loaded: Loaded) -> None:
-        self.loaded = loaded
+    def __init__(self, loaded: Loaded, inputs: Any = None) -> None:
+        self.loaded, self.inputs = loaded, inputs
         self.own = None if loaded.tokenizer is None else own_normalizer(loaded.model)
         """The name of the normalizer that the model was trained with; None if it does not support live answers."""
         self.layers = self.heads = 0
@@ -153,8 +154,22 @@ class Live:
             most_tokens=min(MAX_TOKENS, most_tokens or MAX_TOKENS),
             most_characters=MAX_CHARACTERS,
             normalizers=[self.own, *(name for name in NAMES.values() if name != self.own)],
-            example=EXAMPLE,
+            example=self._beginning() or EXAMPLE,
         )
+
+    def _beginning(self) -> str:
+        """The text that the model was opened with, as far as the page begins with it; empty if there is none."""
+        tokenizer, inputs = self.loaded.tokenizer, self.inputs
+        first = inputs[0] if isinstance(inputs, list | tuple) else inputs
+        read = tokenizer(first, return_tensors="pt") if isinstance(first, str) else first
+        ids = read.get("input_ids") if isinstance(read, Mapping) else read
+        if not isinstance(ids, Tensor):
+            return ""
+        kept = (ids if ids.ndim == 1 else ids[0])[:BEGINNING].tolist()
+        text = str(tokenizer.decode(kept, skip_special_tokens=False))
+        if tokenizer(text, return_tensors="pt")["input_ids"][0].tolist() != kept:  # it adds some of them to a text itself
+            text = str(tokenizer.decode(kept, skip_special_tokens=True))
+        return text[:MAX_CHARACTERS]
 
     def answer(self, request: LiveRequest) -> dict[str, Any]:
         """Attention weights of every head and the probabilities of the next token, before and after the edits.

@@ -235,8 +235,8 @@ class Session:
         """
         try:
             candidates = (
-                Live(replace(loaded, model=copy_sharing_weights(loaded.model)))
-                for loaded, _, _ in self._models.values()
+                Live(replace(loaded, model=copy_sharing_weights(loaded.model)), inputs)
+                for loaded, inputs, _ in self._models.values()
             )
             live = next((x for x in candidates if x.description() is not None), None) or Live(
                 loading.load_model("qkv-mini")
