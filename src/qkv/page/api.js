@@ -8,18 +8,12 @@ const RETRIES = 4; // of a request that the server's full job queue rejected
 
 export const THE_MAP = "the map";
 
-// What a request computes, by the first pattern that matches its path, for the busy indicator.
-const WORK = [
-  [/\/live\/step/, "the next token"],
-  [/\/live/, "the model's answer"],
-  [/\/align/, "the alignment"],
-  [/\/caption/, "the caption"],
-  [/\/interventions/, "the intervention"],
-  [/\/tiles\//, THE_MAP],
-  [/\/similar\//, "similar heads"],
-  [/\/(map|profiles|pair|row-weights|column-weights|links)\//, "attention weights"],
-  [/\/(page|curves|pools)/, "the profile"],
-];
+// What a request computes, by the last word of its path that is here, for the busy indicator.
+const WORK = {
+  page: "the profile", curves: "the profile", pools: "the profile", tiles: THE_MAP, similar: "similar heads",
+  live: "the model's answer", step: "the next token", align: "the alignment", caption: "the caption", interventions: "the intervention",
+};
+const workOf = (path) => path.split(/[/?]/).map((word) => WORK[word]).findLast(Boolean) ?? "attention weights";
 
 /** Requests to the server. `onwork(list)` is called with what is being computed whenever that changes. */
 export class Api {
@@ -54,8 +48,7 @@ export class Api {
   /** What `read` makes of a Response with status 2xx; anything else throws an Error whose message is one sentence. */
   async response(path, { signal, quiet = false, init = {}, read }) {
     const request = {}, end = quiet ? null : begin();
-    const found = WORK.find(([pattern]) => pattern.test(path));
-    if (!quiet) this.#running.set(request, found ? found[1] : "the page");
+    if (!quiet) this.#running.set(request, workOf(path));
     this.#onwork([...this.#running.values()]);
     try {
       for (let attempt = 1; ; attempt++) {

@@ -37,31 +37,22 @@ export function counted(promise) {
   return promise;
 }
 
-/** As setTimeout, counted as pending until `act` has ended, too. Returns what `cancel` takes. */
-export function later(act, milliseconds) {
+/** Schedule `act` by `start`, counted as pending until it has ended, too. Returns what `cancel` takes. */
+function scheduled(start, stop, act) {
   const end = begin();
-  const timer = setTimeout(async () => {
+  const id = start(async (now) => {
     try {
-      await act();
-    } finally {
-      end();
-    }
-  }, milliseconds);
-  return () => { clearTimeout(timer); end(); };
-}
-
-/** As requestAnimationFrame, counted as pending. Returns what `cancel` takes. */
-export function nextFrame(act) {
-  const end = begin();
-  const frame = requestAnimationFrame((now) => {
-    try {
-      act(now);
+      await act(now);
     } finally {
       end();
     }
   });
-  return () => { cancelAnimationFrame(frame); end(); };
+  return () => { stop(id); end(); };
 }
+
+/** As setTimeout and requestAnimationFrame, counted as pending. */
+export const later = (act, milliseconds) => scheduled((run) => setTimeout(run, milliseconds), clearTimeout, act);
+export const nextFrame = (act) => scheduled((run) => requestAnimationFrame(run), (id) => cancelAnimationFrame(id), act);
 
 /** Cancel what `later` or `nextFrame` has begun, if anything. */
 export const cancel = (pending) => pending?.();

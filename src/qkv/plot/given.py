@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -40,8 +40,9 @@ class Matrix:
         return self.of or (self.values.shape[0], self.values.shape[1])
 
 
-class Layer(NamedTuple):
-    """Weights of one layer."""
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one layer. They are converted and checked when they are drawn, since those of all may be large."""
 
     view: Tensor | np.ndarray
     """(heads, queries, keys), or the bins of a profile."""
@@ -51,65 +52,56 @@ class Layer(NamedTuple):
     heads: list[int]
     size: tuple[int, int]
     """The numbers of queries and keys."""
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Weights of some layers. Each layer is converted and checked when it is drawn, since all of them may be large."""
-
-    found: list[Layer]
     bins: tuple[int, int] = (1, 1)
     """The numbers of queries and keys in a bin."""
-    keys: list[str] | None = None
     queries: list[str] | None = None
+    keys: list[str] | None = None
 
-    def layer(self, layer: int | None) -> Layers:
-        """One layer by its number; `layer` may be None if there is only one."""
-        return replace(self, found=[self.found[_index("layer", layer, [one.number for one in self.found])]])
+    def weights(self) -> np.ndarray:
+        """Convert all heads to (heads, queries, keys), float64."""
+        return self._checked(self.view)
+
+    def head(self, head: int | None) -> np.ndarray:
+        """Convert the map of one head, by its number; None stands for the only one."""
+        return self._checked(self.view[_index("head", head, self.heads)])
+
+    def _checked(self, view: Tensor | np.ndarray) -> np.ndarray:
+        return checked_weights(array(view, self.name), self.name, whole=self.bins == (1, 1))
 
     def names(
         self, tokens: Sequence[Any] | None, queries: Sequence[Any] | None
     ) -> tuple[list[str] | None, list[str] | None]:
         """The names of queries and keys that are given, else those of a profile."""
-        if tokens is None and queries is None:
-            return self.queries, self.keys
-        if len({one.size for one in self.found}) > 1:
-            raise InputError("tokens is given with layers of different sizes, expected None")
-        return token_lists(tokens, queries, *self.found[0].size)
+        given = tokens is not None or queries is not None
+        return token_lists(tokens, queries, *self.size) if given else (self.queries, self.keys)
 
     def matrix(
         self, values: np.ndarray, tokens: Sequence[Any] | None, queries: Sequence[Any] | None, mask: Any
     ) -> Matrix:
-        """A map of the only layer, with names as of `names`."""
-        return Matrix(masked(values, mask), *self.names(tokens, queries), self.bins, self.found[0].size)
+        """A map of this layer, with names as of `names`."""
+        return Matrix(masked(values, mask), *self.names(tokens, queries), self.bins, self.size)
 
-    def maps(self) -> Iterator[np.ndarray]:
-        """The weights of each layer, (heads, queries, keys), float64."""
-        return (self._checked(one.view, one.name) for one in self.found)
 
-    def head(self, head: int | None) -> np.ndarray:
-        """The map of one head, by its number, of the only layer."""
-        [one] = self.found
-        return self._checked(one.view[_index("head", head, one.heads)], one.name)
+def select_layer(found: list[Layer], layer: int | None) -> Layer:
+    """Select a layer by its number; None stands for the only one."""
+    return found[_index("layer", layer, [one.number for one in found])]
 
-    def _checked(self, view: Tensor | np.ndarray, name: str) -> np.ndarray:
-        return checked_weights(array(view, name), name, whole=self.bins == (1, 1))
 
-    def mean(self, layer: int | None, head: int | None) -> tuple[str, np.ndarray]:
-        """The weights (nq, nk) of one head, or the mean of a layer or of all layers, 0 at masked pairs; and its name.
+def mean_weights(found: list[Layer], layer: int | None, head: int | None) -> tuple[str, np.ndarray]:
+    """Return the weights (nq, nk) of a head, or the mean of a layer or of all, 0 at masked pairs; and their name.
 
-        The name is empty for weights of a single head.
-        """
-        if self.bins != (1, 1):
-            raise InputError("w is a Profile with bins of a long text, expected all weights: map_tokens= was less")
-        found = self if layer is None and head is None else self.layer(layer)
-        heads = sum(len(one.heads) for one in found.found)
-        if head is not None:
-            return f"Layer {found.found[0].number}, head {head}", np.nan_to_num(found.head(head))
-        if len({one.size for one in found.found}) > 1:
-            raise InputError("w has layers of different sizes, expected one size; pass layer=")
-        of = f"Mean of {heads} heads" if layer is None else f"Layer {layer}, mean of {heads} heads"
-        return "" if heads == 1 else of, np.mean([np.nan_to_num(x).mean(0) for x in found.maps()], axis=0)
+    The name is empty for weights of a single head.
+    """
+    if found[0].bins != (1, 1):
+        raise InputError("w is a Profile with bins of a long text, expected all weights: map_tokens= was less")
+    found = found if layer is None and head is None else [select_layer(found, layer)]
+    if head is not None:
+        return f"Layer {found[0].number}, head {head}", np.nan_to_num(found[0].head(head))
+    if len({one.size for one in found}) > 1:
+        raise InputError("w has layers of different sizes, expected one size; pass layer=")
+    heads = sum(len(one.heads) for one in found)
+    of = f"Mean of {heads} heads" if layer is None else f"Layer {layer}, mean of {heads} heads"
+    return "" if heads == 1 else of, np.mean([np.nan_to_num(one.weights()).mean(0) for one in found], axis=0)
 
 
 def _index(name: str, chosen: int | None, ids: Sequence[int]) -> int:
@@ -160,8 +152,8 @@ def _no_numbers(x: Any, name: str, error: Exception) -> InputError:
     return InputError(f"{name} is {type(x).__name__}, expected numbers that form an array ({error})")
 
 
-def layers(w: Any, item: int | None = None, *, stacked: bool = False) -> Layers:
-    """The weights of some layers and, for a profile, their tokens.
+def layers(w: Any, item: int | None = None, *, stacked: bool = False) -> list[Layer]:
+    """The weights of some layers, at least one, and for a profile their tokens.
 
     Args:
         w: a `Profile`; a tuple or list of layers (b, h, nq, nk) or (h, nq, nk), as `output_attentions` gives; or one
@@ -180,7 +172,7 @@ def layers(w: Any, item: int | None = None, *, stacked: bool = False) -> Layers:
         whole = _as_given(w, "w")
         parts = list(whole) if whole.ndim == 5 or (stacked and whole.ndim == 4) else [whole]
         names = ["w"] * len(parts)
-    return Layers([_layer(x, item, name, n) for n, (x, name) in enumerate(zip(parts, names, strict=True))])
+    return [_layer(x, item, name, n) for n, (x, name) in enumerate(zip(parts, names, strict=True))]
 
 
 def _layer(x: Any, item: int | None, name: str, number: int) -> Layer:
@@ -225,7 +217,7 @@ def checked_weights(values: np.ndarray, name: str = "w", *, whole: bool = True) 
     return divided
 
 
-def of_text(one: xr.Dataset, text: int) -> Layers:
+def of_text(one: xr.Dataset, text: int) -> list[Layer]:
     """What a data set of one text of a profile, with the number `text`, stores of its weights."""
     n_queries, n_keys = int(one["n_queries"][0]), int(one["n_keys"][0])
     stored = Stored.of(one)
@@ -236,11 +228,11 @@ def of_text(one: xr.Dataset, text: int) -> Layers:
         )
     values = np.where(stored.visible, stored.largest.astype(np.float64), np.nan)
     heads, size = [int(x) for x in one["head"].values], (n_queries, n_keys)
-    names = (
-        [str(x) for x in one[f"{side}_token"].values[0, :n]] for side, n in (("key", n_keys), ("query", n_queries))
+    queries, keys = (
+        [str(x) for x in one[f"{side}_token"].values[0, :n]] for side, n in zip(("query", "key"), size, strict=True)
     )
-    found = [Layer(x, "w", int(number), heads, size) for x, number in zip(values, one["layer"].values, strict=True)]
-    return Layers(found, stored.bins, *names)
+    numbers = [int(x) for x in one["layer"].values]
+    return [Layer(x, "w", n, heads, size, stored.bins, queries, keys) for x, n in zip(values, numbers, strict=True)]
 
 
 def masked(values: np.ndarray, mask: Any) -> np.ndarray:

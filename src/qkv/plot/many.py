@@ -30,7 +30,7 @@ from qkv.figures.layout import (
     token_label,
 )
 from qkv.masks import Mask
-from qkv.plot.given import Matrix, array, checked_weights, layers, masked, token_lists, visible_pairs
+from qkv.plot.given import Matrix, array, checked_weights, layers, masked, select_layer, token_lists, visible_pairs
 from qkv.plot.single import draw, norm_of, pooled
 from qkv.profiler.profiles import Profile
 
@@ -135,9 +135,9 @@ def heads(
     >>> [axes.get_title(loc="left") for axes in figure.axes[:4]]
     ['head 0', 'head 1', 'head 2', 'head 3']
     """
-    found = layers(w, item).layer(layer)
-    maps = zip(found.found[0].heads, next(found.maps()), strict=True)
-    shown = {f"head {number}": found.matrix(m, tokens, queries, mask) for number, m in maps}
+    one = select_layer(layers(w, item), layer)
+    maps = zip(one.heads, one.weights(), strict=True)
+    shown = {f"head {number}": one.matrix(m, tokens, queries, mask) for number, m in maps}
     norm = norm_of(list(shown.values()), 0, vmax, power)
     return wall(shown, norm, columns=columns, what="weight", title=title)
 
@@ -241,14 +241,16 @@ def model(
     6
     """
     found = layers(w, item, stacked=True)
-    shown = [[pooled(Matrix(head), THUMBNAIL) for head in masked(m, mask)] for m in found.maps()]
+    if (tokens is not None or queries is not None) and len({one.size for one in found}) > 1:
+        raise InputError("tokens is given with layers of different sizes, expected None")
+    shown = [[pooled(Matrix(head), THUMBNAIL) for head in masked(one.weights(), mask)] for one in found]
     norm = norm_of([m for layer in shown for m in layer], 0, vmax, power)
-    widest, rows = max((one.heads for one in found.found), key=len), len(shown)
+    widest, rows = max((one.heads for one in found), key=len), len(shown)
     columns = len(widest)
     cell = max(NARROWEST, min(1.1, 6.2 / columns, 7.5 / rows))
     wide, tall, gap = cell * columns, cell * rows, 0.04
     inner = cell * (1 - 2 * gap)
-    rights, belows = (x if x and are_readable(inner / len(x)) else None for x in found.names(tokens, queries))
+    rights, belows = (x if x and are_readable(inner / len(x)) else None for x in found[0].names(tokens, queries))
     beside = 0.12 + (label_inches(rights, inner / len(rights), across=False) if rights else 0.0)
     below = 0.12 + (label_inches(belows, inner / len(belows), across=True) if belows else 0.0)
     left, width = 0.5, max(0.5 + wide + beside + 0.73, 2.2)
@@ -263,7 +265,7 @@ def model(
     assert image is not None
     axes.set(xlim=(0, columns), ylim=(rows, 0), xlabel="head", ylabel="layer")
     axes.spines[:].set_visible(False)
-    for axis, ids, n in ((axes.xaxis, widest, columns), (axes.yaxis, [one.number for one in found.found], rows)):
+    for axis, ids, n in ((axes.xaxis, widest, columns), (axes.yaxis, [one.number for one in found], rows)):
         step = -(-n // 24)
         axis.set_ticks([x + 0.5 for x in range(0, n, step)], [str(x) for x in ids[::step]])
     axes.tick_params(length=0, labelsize=7.5, labelcolor=MUTED, labeltop=True, labelbottom=False, pad=2)

@@ -44,7 +44,7 @@ from qkv.figures.layout import (
     token_label,
 )
 from qkv.figures.map import AFTER, StoredMap, alignment_figure, map_figure, overlay_figure
-from qkv.plot.given import of_text
+from qkv.plot.given import mean_weights, of_text
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import Findings, shared_by
 from qkv.profiler.data.frames import columns_of, counted, layers_and_heads, percent, size_of, written
@@ -346,8 +346,8 @@ class Plots:
         """
         data = self._data(group, text)
         found, special = of_text(data, text), frozenset(data.attrs["special_tokens"])
-        subtitle, (of, weights) = self._subtitle(data), found.mean(layer, head)
-        return alignment_figure(subtitle, of, weights, _predicted(data), found.keys or [], special)
+        subtitle, (of, weights) = self._subtitle(data), mean_weights(found, layer, head)
+        return alignment_figure(subtitle, of, weights, _predicted(data), found[0].keys or [], special)
 
     def overlay(
         self,
@@ -377,7 +377,7 @@ class Plots:
                 `qkv.models.Captioner`.
         """
         data = self._data(group, text)
-        of, weights = of_text(data, text).mean(layer, head)
+        of, weights = mean_weights(of_text(data, text), layer, head)
         n_queries, n_keys = weights.shape
         chosen = list(range(n_queries)) if query is None else [query] if isinstance(query, int) else list(query)
         if not chosen or not all(0 <= at < n_queries for at in chosen):

@@ -35,7 +35,7 @@ from qkv.figures.layout import (
     write_cells,
 )
 from qkv.figures.map import alignment_figure, overlay_figure
-from qkv.plot.given import Matrix, array, layers, masked, token_lists
+from qkv.plot.given import Matrix, array, layers, masked, mean_weights, select_layer, token_lists
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import STATISTICS
 from qkv.profiler.profiles import Profile
@@ -89,8 +89,8 @@ def weights(
     >>> qkv.plot.weights(w, ["the", "cat", "sat"]).get_ylabel()
     'query'
     """
-    found = layers(w, item).layer(layer)
-    shown = found.matrix(found.head(head), tokens, queries, mask)
+    one = select_layer(layers(w, item), layer)
+    shown = one.matrix(one.head(head), tokens, queries, mask)
     norm = norm_of([shown], 0, vmax, power)
     return drawn(shown, norm, values=values, title=title, ax=ax, what="weight")
 
@@ -264,7 +264,7 @@ def alignment(
     >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
     ['le', 'chat']
     """
-    of, shown = layers(w, item).mean(layer, head)
+    of, shown = mean_weights(layers(w, item), layer, head)
     with renamed(tokens="source", queries="target"):
         rows, columns = token_lists(source, target, *shown.shape)
     return alignment_figure(note, of, shown, rows or [], columns or [])
@@ -305,7 +305,7 @@ def overlay(
     shown = np.atleast_2d(array(w))
     if shown.ndim != 2 or 0 in shown.shape:
         raise InputError(f"w has shape {shown.shape}, expected (nq, nk)")
-    shown = layers(shown).head(0)
+    shown = layers(shown)[0].head(0)
     names = [f"query {i}" for i in range(len(shown))]
     names = names if queries is None else token_lists(None, queries, *shown.shape)[0] or []
     picture = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
@@ -456,8 +456,8 @@ def _by_head(w: Any, statistic: str, item: int | None, first: int = 0) -> pd.Dat
             return _table(tables.head_table(w.one_text(item)), statistic)
     found = layers(w, item, stacked=True)
     rows = []
-    for one in found.maps():
-        weights = torch.from_numpy(np.nan_to_num(one))  # masked pairs have weight 0
+    for one in found:
+        weights = torch.from_numpy(np.nan_to_num(one.weights()))  # masked pairs have weight 0
         by_query = getattr(measure_weights(weights, first=first, unnormalized=True), statistic)
         later = by_query[:, first + 1 :] if statistic == "sink" else by_query
         rows.append((later if later.shape[1] else by_query).mean(-1).tolist())
@@ -499,10 +499,10 @@ def received(
     'log'
     """
     found = layers(w, item)
-    total = found.mean(layer, head)[1].sum(0)
+    total = mean_weights(found, layer, head)[1].sum(0)
     share = total / (total.sum() or 1.0)
-    size = found.found[0].size
-    names = token_lists(tokens, [""] * size[0], *size)[1] if tokens is not None else found.keys
+    size = found[0].size
+    names = token_lists(tokens, [""] * size[0], *size)[1] if tokens is not None else found[0].keys
     if ax is None:
         above, below = 0.5 if title else 0.25, 0.35 + label_inches(names, 6.0 / len(share), across=True)
         figure = Drawing(figsize=(7.0, above + 1.75 + below))
