@@ -80,7 +80,7 @@ export function curve({ title, series, width, unit, tokens = null, reference = n
     bars && known.length ? svg("path", { class: "area", d: `${path(series[0])}V${top + tall}H${left}Z` }) : null,
     series.map((one) => svg("path", { class: "line", d: path(one), style: { stroke: one.colour ?? "var(--accent)" } })),
     reference ? svg("path", { ...REFERENCE, d: Array.from(reference.values, (value, bin) => `${bin ? "L" : "M"}${x({ ...reference, n }, bin + 0.5)} ${y(value).toFixed(1)}`).join("") }) : null,
-    axisTicks(n).map((position) => svg("text", { ...TICK, x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? "middle" : "start" }, integer(position))),
+    axisTicks(n).map((position) => svg("text", { ...TICK, x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? (position > 0.95 * n ? "end" : "middle") : "start" }, integer(position))),
     marker);
   drawing.addEventListener("pointermove", (event) => {
     const box = drawing.getBoundingClientRect(), across = ((event.clientX - box.left) * (width / box.width) - left) / inner;

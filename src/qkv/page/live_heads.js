@@ -20,6 +20,7 @@ export class LiveHeads {
   #onshow;
   #onedit;
   #answer = null;
+  #inView = null; // the head to which the grid was scrolled
 
   /** `live`: the model. `onshow(another)` is called after a selection, with whether another head is shown; `onedit(change)` after an edit. */
   constructor(live, { onshow, onedit }) {
@@ -122,6 +123,7 @@ export class LiveHeads {
         onclick: (event) => this.#select(at, event.shiftKey || event.ctrlKey || event.metaKey),
       }, h("span", {}, single ? "–" : String(Math.round(100 * is))), mark ? h("sup", {}, mark) : null);
     };
+    const scrolled = this.grid.querySelector(".live-scroll")?.scrollTop ?? 0;
     replace(this.grid,
       h("div", { class: "live-grid-title" }, h("span", {}, "Mean weight on the first token, %"), legend({ low: "0", high: "100\u00a0%" })),
       h("div", { class: "live-scroll" },
@@ -130,6 +132,12 @@ export class LiveHeads {
           style: { "grid-template-columns": `20px repeat(${heads}, minmax(30px, 1fr))` }, onkeydown: (event) => this.#key(event),
         })),
       h("small", {}, "Left edge of a cell: as trained. Click a head to select it; Shift-click adds heads."));
+    const box = this.grid.querySelector(".live-scroll");
+    box.scrollTop = scrolled;
+    if (this.#inView === this.shown) return;
+    this.#inView = this.shown;
+    const cell = box.querySelector("[aria-current]").getBoundingClientRect(), around = box.getBoundingClientRect();
+    box.scrollTop += Math.max(0, cell.bottom + 8 - around.bottom) - Math.max(0, around.top + 8 - cell.top);
   }
 
   #key(event) {

@@ -224,7 +224,7 @@ function sinkTokenTable(group, name, several) {
   const lengths = found.value_norm, title = name ? `Tokens that are sinks, ${name}` : "Tokens that are sinks";
   const caption = h("figcaption", { style: { display: "block" } }, h("div", {}, title), h("small", {}, `α > ${SINK_THRESHOLD} over all queries that can attend to the token`));
   if (!found.token.length) return h("figure", {}, caption, h("p", { class: "note" }, "None: no token has such a score in any head."));
-  return h("figure", { style: { "min-width": 0 } }, caption,
+  return h("figure", { class: "sink-tokens", style: { "min-width": 0 } }, caption,
     h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": title }, h("table", { class: "token-table" },
       h("thead", {}, h("tr", {}, ["Token", several ? "Text" : null, "Position", "Heads", "Layers", "Largest α", lengths ? "Value norm" : null].filter(Boolean).map((word) => h("th", { scope: "col" }, word)))),
       h("tbody", {}, found.token.map((token, i) => h("tr", {},
