@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from qkv._untrusted import check_version, load_json
 from qkv.errors import InputError, nearest, refusing
@@ -344,8 +345,7 @@ class Translation(NamedTuple):
 
 def padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows longest"]:
     """Rows of different lengths as one tensor, padded at the end with `PAD`."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
+    return pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=PAD)
 
 
 @torch.no_grad()
