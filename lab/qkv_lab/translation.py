@@ -25,17 +25,15 @@ from qkv_lab.grammar import (
     T,
     both,
     clause,
-    conjunction,
     finished,
+    invariable,
     joined,
-    late_adverb,
     noun_phrase,
     predicate,
     prepositional,
     pronoun_object,
     relative_subject,
     subject,
-    that,
 )
 from qkv_lab.lexicon import Adjective, Noun, Verb
 from qkv_lab.models import EncoderDecoder, RNNSeq2Seq
@@ -102,11 +100,11 @@ class _Draw:
                 who = self.subject(3, PERSONS)
                 verb = self.pick(lexicon.REPORTING)
                 adverb = self.adverb()
-                said = clause(who, verb, that(), adverb=adverb)
+                said = clause(who, verb, invariable("that"), adverb=adverb)
                 return joined(said, self.sentence(words - len(said.source)))
             first = self.clause(4 + self.below(words - 8))
             rest = self.sentence(words - 1 - len(first.source))
-            return joined(first, conjunction(self.pick(tuple(lexicon.CONJUNCTIONS))), rest)
+            return joined(first, invariable(self.pick(tuple(lexicon.CONJUNCTIONS))), rest)
         return self.clause(words)
 
     def clause(self, words: int) -> Phrase:
@@ -124,7 +122,7 @@ class _Draw:
             verb = lexicon.GIVE if what > 0.96 and words >= 7 else self.pick(verbs)
             who = self.subject(self.subject_words(words - 1), verb.subjects)
             said = self.doing(who, verb, words - len(who.source))
-        return joined(said, late_adverb(self.pick(tuple(lexicon.LATE_ADVERBS)))) if late else said
+        return joined(said, invariable(self.pick(tuple(lexicon.LATE_ADVERBS)))) if late else said
 
     def state(self, words: int) -> Phrase:
         """A clause with an adjective ("she is happy") or a posture verb; its subject must have a definite gender."""
@@ -249,7 +247,7 @@ class _Draw:
             verb = self.pick(verbs)
             who = self.subject(words - 2, verb.subjects)
             negation = self.negation() if words - len(who.source) >= 4 else ""
-            return joined(that(), clause(who, verb, negation=negation))
+            return joined(invariable("that"), clause(who, verb, negation=negation))
         who = relative_subject(found, human)
         if not noun.kinds & BEINGS:
             return self.being(who, self.pick([a for a in lexicon.ADJECTIVES if a.kinds & noun.kinds]), words - 1)
