@@ -26,6 +26,11 @@ VERBS = (
     *lexicon.TRANSITIVE, *lexicon.INTRANSITIVE, *lexicon.PREPOSITIONAL, lexicon.GIVE, *lexicon.REPORTING,
     *lexicon.POSTURES,
 )  # fmt: skip
+INVARIABLE: dict[str, Sequence[str]] = {
+    **lexicon.PREPOSITIONS, **lexicon.CONJUNCTIONS, **{x: [french] for x, french in lexicon.LATE_ADVERBS.items()},
+    "that": ["que"], "very": ["très"],
+}  # fmt: skip
+"""Words of one form, with their French words."""
 SHORTEST = 4
 """The smallest possible value of `max_words`."""
 
@@ -208,29 +213,25 @@ def joined(*phrases: Phrase) -> Phrase:
 def both(first: Phrase, second: Phrase) -> Phrase:
     """Two noun phrases joined by "and": plural, and masculine unless both are feminine."""
     gender: Gender = "f" if first.gender == second.gender == "f" else "m"
-    return joined(first, conjunction("and"), second)._replace(person=4, gender=gender)
+    return joined(first, invariable("and"), second)._replace(person=4, gender=gender)
+
+
+def invariable(english: str) -> Phrase:
+    """A word of one form: a preposition, a conjunction, an adverb at the end of a clause, "that" or "very"."""
+    word = Word(english)
+    return Phrase((word,), tuple((french, (word,)) for french in INVARIABLE[english]))
 
 
 def prepositional(english: str, object: Phrase) -> Phrase:
     """A preposition with its object."""
-    return joined(_translated(english, lexicon.PREPOSITIONS[english]), object)
-
-
-def conjunction(english: str) -> Phrase:
-    """A conjunction."""
-    return _translated(english, lexicon.CONJUNCTIONS[english])
-
-
-def late_adverb(english: str) -> Phrase:
-    """An adverb at the end of a clause."""
-    return _translated(english, (lexicon.LATE_ADVERBS[english],))
+    return joined(invariable(english), object)
 
 
 def predicate(adjective: Adjective, subject: Phrase, *, very: bool = False) -> Phrase:
     """A predicative adjective that agrees with the subject."""
     word = Word(adjective.english)
     said = Phrase((word,), ((adjective.agree(subject.gender, subject.plural), (word,)),))
-    return joined(_translated("very", ("très",)), said) if very else said
+    return joined(invariable("very"), said) if very else said
 
 
 def clause(
@@ -281,14 +282,8 @@ def clause(
 
 def relative_subject(antecedent: Phrase, human: bool) -> Phrase:
     """The subject of a relative clause, "who" or "that", which agrees with its antecedent."""
-    return _translated("who" if human else "that", ("qui",))._replace(
-        person=antecedent.person, gender=antecedent.gender
-    )
-
-
-def that() -> Phrase:
-    """The word "that" before a relative clause about an object, or before reported speech."""
-    return _translated("that", ("que",))
+    word = Word("who" if human else "that")
+    return Phrase((word,), (("qui", (word,)),), antecedent.person, antecedent.gender)
 
 
 @cache
@@ -312,11 +307,6 @@ def vocabularies() -> tuple[tuple[str, ...], tuple[str, ...]]:
         *(x for d in lexicon.DETERMINERS for x in d[2:]),
     }  # fmt: skip
     return tuple(sorted(english - {""})), tuple(sorted(french - {""}))
-
-
-def _translated(english: str, french: Iterable[str]) -> Phrase:
-    word = Word(english)
-    return Phrase((word,), tuple((x, (word,)) for x in french))
 
 
 def _by_english(entries: Iterable[T], english: str) -> T:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Float32, Int
+from torch.nn.functional import avg_pool2d
 
 from qkv.errors import InputError
 
@@ -144,16 +146,9 @@ def on_grid(masks: Bool[np.ndarray, "*n height width"], stride: int) -> Float[np
     >>> on_grid(np.arange(6)[None] < np.array([[2], [2], [0], [0], [0], [0]]), 4).round(2).tolist()
     [[0.44, 0.0], [0.0, 0.0]]
     """
-    covered = masks.astype(float)
-    for axis in (-2, -1):
-        length, half = masks.shape[axis], stride // 2
-        middle = np.arange(0, length, stride)
-        start, stop = np.maximum(middle - half, 0), np.minimum(middle + half + 1, length)
-        zero = np.zeros_like(np.take(covered, [0], axis))
-        total = np.concatenate([zero, covered.cumsum(axis)], axis)
-        shape = (-1, 1) if axis == -2 else (-1,)
-        covered = (np.take(total, stop, axis) - np.take(total, start, axis)) / (stop - start).reshape(shape)
-    return covered
+    pixels = torch.from_numpy(masks.reshape(-1, 1, *masks.shape[-2:]).astype(float))
+    cells = avg_pool2d(pixels, stride + 1, stride, stride // 2, count_include_pad=False)
+    return cells.numpy().reshape(*masks.shape[:-2], *cells.shape[-2:])
 
 
 def _described(rng: np.random.Generator, number: Int[np.ndarray, " n"]) -> Descriptions:

@@ -24,7 +24,7 @@ from qkv.testing.laws import calling, fail
 from qkv_lab import log, loop, resume, settings
 from qkv_lab.experiments.base import Experiment, Results
 from qkv_lab.experiments.evidence import judge
-from qkv_lab.experiments.record import key
+from qkv_lab.experiments.record import key, load, results_in
 from qkv_lab.experiments.registry import REGISTRY as EXPERIMENTS
 from qkv_lab.experiments.run import redraw, run
 from qkv_lab.task import Batch, Task
@@ -262,15 +262,7 @@ def _quick(e: Experiment, folder: Path, generators: int) -> Results:
     _set_generators(generators)
     with calling(e, "quick form", "run to its end"):
         run(e, folder, quick=True, progress=False)
-        return Results(_outcomes(folder / f"{e.name}.json"), quick=True)
-
-
-def _outcomes(file: Path) -> dict[str, Any]:
-    """The outcomes in a result file, by variant."""
-    from qkv_lab.experiments.base import Outcome
-    from qkv_lab.experiments.record import load
-
-    return {v: [Outcome(**row) for row in rows["results"]] for v, rows in load(file)["variants"].items()}
+        return results_in(load(folder / f"{e.name}.json"))
 
 
 def _numbers(results: Results) -> dict[str, Any]:

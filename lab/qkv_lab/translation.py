@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from qkv._untrusted import check_version, load_json
 from qkv.errors import InputError, nearest, refusing
@@ -24,17 +25,15 @@ from qkv_lab.grammar import (
     T,
     both,
     clause,
-    conjunction,
     finished,
+    invariable,
     joined,
-    late_adverb,
     noun_phrase,
     predicate,
     prepositional,
     pronoun_object,
     relative_subject,
     subject,
-    that,
 )
 from qkv_lab.lexicon import Adjective, Noun, Verb
 from qkv_lab.models import EncoderDecoder, RNNSeq2Seq
@@ -101,11 +100,11 @@ class _Draw:
                 who = self.subject(3, PERSONS)
                 verb = self.pick(lexicon.REPORTING)
                 adverb = self.adverb()
-                said = clause(who, verb, that(), adverb=adverb)
+                said = clause(who, verb, invariable("that"), adverb=adverb)
                 return joined(said, self.sentence(words - len(said.source)))
             first = self.clause(4 + self.below(words - 8))
             rest = self.sentence(words - 1 - len(first.source))
-            return joined(first, conjunction(self.pick(tuple(lexicon.CONJUNCTIONS))), rest)
+            return joined(first, invariable(self.pick(tuple(lexicon.CONJUNCTIONS))), rest)
         return self.clause(words)
 
     def clause(self, words: int) -> Phrase:
@@ -123,7 +122,7 @@ class _Draw:
             verb = lexicon.GIVE if what > 0.96 and words >= 7 else self.pick(verbs)
             who = self.subject(self.subject_words(words - 1), verb.subjects)
             said = self.doing(who, verb, words - len(who.source))
-        return joined(said, late_adverb(self.pick(tuple(lexicon.LATE_ADVERBS)))) if late else said
+        return joined(said, invariable(self.pick(tuple(lexicon.LATE_ADVERBS)))) if late else said
 
     def state(self, words: int) -> Phrase:
         """A clause with an adjective ("she is happy") or a posture verb; its subject must have a definite gender."""
@@ -248,7 +247,7 @@ class _Draw:
             verb = self.pick(verbs)
             who = self.subject(words - 2, verb.subjects)
             negation = self.negation() if words - len(who.source) >= 4 else ""
-            return joined(that(), clause(who, verb, negation=negation))
+            return joined(invariable("that"), clause(who, verb, negation=negation))
         who = relative_subject(found, human)
         if not noun.kinds & BEINGS:
             return self.being(who, self.pick([a for a in lexicon.ADJECTIVES if a.kinds & noun.kinds]), words - 1)
@@ -344,8 +343,7 @@ class Translation(NamedTuple):
 
 def padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows longest"]:
     """Rows of different lengths as one tensor, padded at the end with `PAD`."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
+    return pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=PAD)
 
 
 @torch.no_grad()

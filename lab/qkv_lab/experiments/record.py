@@ -19,7 +19,7 @@ from qkv._untrusted import check_version, load_json
 from qkv.errors import refusing
 from qkv_lab import log, settings
 from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
-from qkv_lab.experiments.evidence import Verdict
+from qkv_lab.experiments.evidence import ERROR, Verdict
 
 VERSION = 1
 """The version of the JSON file; increase it when an older qkv could misread a file that this version writes."""
@@ -103,6 +103,12 @@ def load(file: Path) -> dict[str, Any]:
         if wrong:
             raise ValueError(f"{wrong[0]} is not what an experiment writes")
         return dict(found)
+
+
+def results_in(found: Mapping[str, Any]) -> Results:
+    """The results in the contents of a result file."""
+    rows = {variant: [Outcome(**row) for row in x["results"]] for variant, x in found["variants"].items()}
+    return Results(rows, found["quick"], found.get("level", 1 - ERROR))
 
 
 def seconds_in(found: Mapping[str, Any]) -> float:

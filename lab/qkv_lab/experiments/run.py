@@ -18,8 +18,8 @@ from qkv._progress import bar
 from qkv._untrusted import load_json
 from qkv.errors import InputError, refusing
 from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
-from qkv_lab.experiments.evidence import ERROR, UNSEEN, Verdict
-from qkv_lab.experiments.record import conclusion_fields, described, key, load, rounded, seconds_in, text_of
+from qkv_lab.experiments.evidence import UNSEEN, Verdict
+from qkv_lab.experiments.record import conclusion_fields, described, key, load, results_in, rounded, seconds_in, text_of
 from qkv_lab.experiments.registry import experiment
 from qkv_lab.loop import RESULT
 
@@ -102,9 +102,8 @@ def redraw(name: str | Experiment, out: str | Path) -> Result:
     """
     made = experiment(name) if isinstance(name, str) else name
     kept = load(Path(out) / f"{made.name}.json")
-    rows = {v: [Outcome(**row) for row in kept["variants"][v]["results"]] for v in kept["variants"]}
     with refusing(f"out: cannot write to {out} ({{}})", OSError):
-        return _write(made, Path(out), Results(rows, kept["quick"], kept.get("level", 1 - ERROR)), kept)
+        return _write(made, Path(out), results_in(kept), kept)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkv.choice import choose_keys
-from qkv.errors import InputError, one_of
+from qkv.errors import InputError, at_least_one, one_of
 from qkv.kernels import serving
 from qkv.models.config import check_dropout, check_ids, check_tokens
 from qkv.nn.alignment import AdditiveAttention
@@ -56,9 +56,7 @@ class CaptionerConfig:
     def __post_init__(self) -> None:
         name = type(self).__name__
         check_tokens(name, self.vocab_size, pad=self.pad, start=self.start, end=self.end)
-        for size in ("d_features", "d_embedding", "d_hidden", "d_attention"):
-            if getattr(self, size) < 1:
-                raise InputError(f"{name}: {size} is {getattr(self, size)}, expected at least 1")
+        at_least_one(name, **{x: getattr(self, x) for x in ("d_features", "d_embedding", "d_hidden", "d_attention")})
         if self.channels not in (1, 3):
             raise InputError(f"{name}: channels is {self.channels}, expected 1 or 3")
         if self.convolutions not in (2, 3):

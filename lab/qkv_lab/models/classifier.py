@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from qkv import masks
 from qkv.attention import Attention
 from qkv.cache import Cache
-from qkv.errors import InputError, one_of
+from qkv.errors import InputError, at_least_one, one_of
 from qkv.masks import Mask
 from qkv.models.config import check_dropout, check_ids, check_tokens
 from qkv.nn.block import Activation, FeedForward, TransformerBlock, make_norm
@@ -51,9 +51,7 @@ class StackConfig:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        for size in ("context", "d_model", "layers"):
-            if getattr(self, size) < 1:
-                raise InputError(f"{name}: {size} is {getattr(self, size)}, expected at least 1")
+        at_least_one(name, context=self.context, d_model=self.d_model, layers=self.layers)
         one_of(f"{name}: positions", self.positions, POSITIONS)
         check_dropout(name, self.dropout)
 
@@ -217,8 +215,7 @@ class ClassifierConfig(StackConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_tokens("ClassifierConfig", self.vocab_size, pad=self.pad)
-        if self.classes < 1:
-            raise InputError(f"ClassifierConfig: classes is {self.classes}, expected at least 1")
+        at_least_one("ClassifierConfig", classes=self.classes)
         one_of("ClassifierConfig: pool", self.pool, ("mean", "first"))
 
 

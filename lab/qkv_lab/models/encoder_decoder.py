@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkv.cache import Full
-from qkv.errors import InputError
+from qkv.errors import InputError, at_least_one
 from qkv.models.config import check_ids, check_tokens
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.multi_head import KeysValues
@@ -41,8 +41,8 @@ class EncoderDecoderConfig(StackConfig):
         super().__post_init__()
         check_tokens("EncoderDecoderConfig", self.target_vocab, pad=self.pad, start=self.start, end=self.end)
         check_tokens("EncoderDecoderConfig", self.source_vocab, pad=self.pad)
-        if self.decoder_layers is not None and self.decoder_layers < 1:
-            raise InputError(f"EncoderDecoderConfig: decoder_layers is {self.decoder_layers}, expected at least 1")
+        if self.decoder_layers is not None:
+            at_least_one("EncoderDecoderConfig", decoder_layers=self.decoder_layers)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from qkv import masks
-from qkv.errors import InputError, one_of
+from qkv.errors import InputError, at_least_one, one_of
 from qkv.models.config import check_dropout, check_ids, check_tokens
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.nn.multi_head import MultiHeadAttention
@@ -60,9 +60,8 @@ class RNNSeq2SeqConfig:
     end: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("source_vocab", "target_vocab", "d_embedding", "d_hidden", "layers", "half_width", "heads"):
-            if getattr(self, name) < 1:
-                raise InputError(f"RNNSeq2SeqConfig: {name} is {getattr(self, name)}, expected at least 1")
+        sizes = ("source_vocab", "target_vocab", "d_embedding", "d_hidden", "layers", "half_width", "heads")
+        at_least_one("RNNSeq2SeqConfig", **{name: getattr(self, name) for name in sizes})
         for name, allowed in (("cell", CELLS), ("attention", ATTENTIONS), ("kind", KINDS)):
             one_of(f"RNNSeq2SeqConfig: {name}", getattr(self, name), allowed)
         check_dropout("RNNSeq2SeqConfig", self.dropout)
