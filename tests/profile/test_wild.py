@@ -291,6 +291,19 @@ LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float16, torch.float
 
 
 @torch.no_grad()
+def test_masks_of_each_kind_of_layer_are_honoured() -> None:
+    model, causal = causal_lm("gemma3"), torch.ones(12, 12).tril().bool()
+    added = {
+        f"{kind}_attention": torch.zeros(2, 1, 12, 12).masked_fill(~(causal & causal.T.triu(-last)), -torch.inf)
+        for kind, last in (("full", 12), ("sliding", 3))
+    }
+    inputs: Any = {"input_ids": IDS, "attention_mask": added}
+    got = qkv.profile(model, inputs, probe=False, progress=False).data
+    want = causal_lm("gemma3", "eager")(**inputs, output_attentions=True).attentions
+    np.testing.assert_allclose(got["weights"].values, torch.stack(want, 1), atol=2e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("implementation", "low"),
     [("eager", -1e4), ("sdpa", -1e9), ("eager", LOWEST[torch.float16]), ("sdpa", LOWEST[torch.float32])],
