@@ -477,6 +477,23 @@ def test_a_run_in_another_thread_is_recorded() -> None:
     assert len(watched.sequences) == 2
 
 
+def test_gradients_of_each_text_by_vmap_are_those_without_a_watch() -> None:
+    model = causal_lm("llama", "eager")
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], ids: Tensor) -> Any:
+        return torch.func.functional_call(model, weights, (ids[None],), {"labels": ids[None]}).loss
+
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))
+    want = gradients(weights, IDS)
+    with qkv.watch(model) as watched:
+        got = gradients(weights, IDS)
+        model(IDS)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    with pytest.warns(UserWarning, match="vmap"):
+        same(watched.profile(), whole(model, IDS))
+
+
 @pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_models_with_a_bias_by_position_generate_in_every_way(options: dict[str, Any]) -> None:
     t5 = hf.build("t5", suffix="ForConditionalGeneration", num_decoder_layers=2, eos_token_id=96)
