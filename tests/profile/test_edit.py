@@ -161,6 +161,18 @@ def test_profile_and_watch_inside_and_outside_record_the_edited_model(llama: Any
 
 
 @torch.no_grad()
+def test_edits_of_a_model_are_not_lost_in_contexts_of_its_parts(llama: Any) -> None:
+    whole = nn.Sequential(llama)
+    for one, other in ((llama, whole), (whole, llama)):
+        with qkv.edit(one, {(0, 0): "zero"}):
+            with refused("model"), qkv.watch(other):
+                pass
+            with refused("model"):
+                qkv.profile(other, hf.inputs("llama"), progress=False)
+        with qkv.watch(one), refused("model"), qkv.edit(other, {(0, 0): "zero"}):
+            pass
+
+
 def test_edits_of_weights_are_recorded_inside_a_watch_from_where_they_begin(llama: Any) -> None:
     ids = hf.inputs("llama")["input_ids"]
     change = {(0, 1): edits.HideFirst(), (1, 2): edits.Temperature(0.5), (1, 0): "sigmoid"}

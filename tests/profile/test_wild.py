@@ -291,6 +291,19 @@ LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float16, torch.float
 
 
 @torch.no_grad()
+def test_masks_of_each_kind_of_layer_are_honoured() -> None:
+    model, causal = causal_lm("gemma3"), torch.ones(12, 12).tril().bool()
+    added = {
+        f"{kind}_attention": torch.zeros(2, 1, 12, 12).masked_fill(~(causal & causal.T.triu(-last)), -torch.inf)
+        for kind, last in (("full", 12), ("sliding", 3))
+    }
+    inputs: Any = {"input_ids": IDS, "attention_mask": added}
+    got = qkv.profile(model, inputs, probe=False, progress=False).data
+    want = causal_lm("gemma3", "eager")(**inputs, output_attentions=True).attentions
+    np.testing.assert_allclose(got["weights"].values, torch.stack(want, 1), atol=2e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("implementation", "low"),
     [("eager", -1e4), ("sdpa", -1e9), ("eager", LOWEST[torch.float16]), ("sdpa", LOWEST[torch.float32])],
@@ -462,6 +475,23 @@ def test_a_run_in_another_thread_is_recorded() -> None:
             thread.join()
     same(watched.profile(0), whole(model, outs[0][:, :-1]))
     assert len(watched.sequences) == 2
+
+
+def test_gradients_of_each_text_by_vmap_are_those_without_a_watch() -> None:
+    model = causal_lm("llama", "eager")
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], ids: Tensor) -> Any:
+        return torch.func.functional_call(model, weights, (ids[None],), {"labels": ids[None]}).loss
+
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))
+    want = gradients(weights, IDS)
+    with qkv.watch(model) as watched:
+        got = gradients(weights, IDS)
+        model(IDS)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    with pytest.warns(UserWarning, match="vmap"):
+        same(watched.profile(), whole(model, IDS))
 
 
 @pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}], ids=str)

@@ -131,7 +131,7 @@ def sequences_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Sequences:
 
 def _padding_mask(batch: Mapping[str, Tensor], name: str) -> dict[int, Tensor]:
     mask = batch.get(name)
-    return {} if mask is None or mask.ndim != 2 else {mask.shape[1]: mask.bool()}
+    return {mask.shape[1]: mask.bool()} if isinstance(mask, Tensor) and mask.ndim == 2 else {}
 
 
 def _unequal(ids: Tensor | None, pad: int) -> dict[int, Tensor]:

@@ -608,6 +608,13 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 def _alone(observer: Observer) -> Iterator[None]:
     """A model is observed by one thread at a time, because its hooks are called in all of them."""
     model = observer.model
+    attending = {id(x) for x in model.modules() if routes(x) or isinstance(x, Composition)}
+    for other, users in list(OBSERVERS.items()):
+        if users and other is not model and any(id(x) in attending for x in other.modules()):
+            raise InputError(
+                f"model {type(model).__name__} has the attention of {type(other).__name__}, which is profiled, watched "
+                "or edited; expected one of the two in both, because a call is reported to one of them only"
+            )
     lock = _LOCKS.setdefault(model, threading.RLock())
     while not lock.acquire(timeout=0.05):
         if any(one.beside for one in OBSERVERS.get(model, ())):  # they last as long as the user likes

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qkv.cache.base import attending
 from qkv.edits import Placed
 from qkv.engine import Call
+from qkv.engine.transforms import mapped
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Sequences, sequences_of
 from qkv.profiler.capture.intercept import unwatched
@@ -238,6 +239,10 @@ class Texts:
         group = forward.sequence.groups.setdefault(observed.module, observed.group)
         forward.sequence.sources[observed.module] = observed.source
         try:
+            if mapped():
+                raise InputError(
+                    "torch.func.vmap maps the forward, which has no tensors of its own then; expected a batch"
+                )
             with self.measuring():
                 forward.add(replace(observed, group=group), module, changed, self.layers, self.measures)
         except InputError as error:
@@ -312,16 +317,19 @@ class Texts:
 
     def end(self, forward: Forward, output: Any) -> None:
         """A forward has ended."""
-        may_continue = True
+        may_continue, where = True, f"forwards with {type(forward.cache).__name__}"
         try:
             may_continue = self._ended(forward, output)
         except InputError as error:
-            self._note(f"forwards with {type(forward.cache).__name__}", error)
-        if not may_continue:
-            self._release(forward.sequence)
-        elif self.measures is not None:
-            with self.measuring():
-                forward.sequence.measure()
+            self._note(where, error)
+        try:
+            if not may_continue:
+                self._release(forward.sequence)
+            elif self.measures is not None:
+                with self.measuring():
+                    forward.sequence.measure()
+        except InputError as error:
+            self._note(where, error)
 
     def _release(self, sequence: Sequence) -> None:
         """A text is not continued any more, or takes too much memory to be kept for a copy of its cache."""
