@@ -12,7 +12,18 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of, one_of
-from qkv.masks.base import Blockwise, Grid, Mask, Predicate, Region, TensorMask, Tiles, check_pairs, tile_status
+from qkv.masks.base import (
+    Blockwise,
+    Grid,
+    Mask,
+    Predicate,
+    Region,
+    TensorMask,
+    Tiles,
+    check_pairs,
+    tile_status,
+    whole,
+)  # fmt: skip
 
 
 class _Band(Mask):
@@ -66,23 +77,16 @@ class Window(_Band):
     ahead: int = 0
 
     def __post_init__(self) -> None:
-        _check_window("Window", self.size, self.ahead)
+        _check_window(self)
 
     @property
     def band(self) -> tuple[float, float]:
         return -self.ahead, self.size - 1
 
 
-def _check_window(name: str, size: int, ahead: int) -> None:
-    if size < 1:
-        raise InputError(f"{name}: size is {size}, expected at least 1 (the query's own key)")
-    if ahead < 0:
-        raise InputError(f"{name}: ahead is {ahead}, expected 0 or more keys after the query")
-
-
-def _check_step(name: str, step: int) -> None:
-    if step < 1:
-        raise InputError(f"{name}: step is {step}, expected at least 1 position")
+def _check_window(mask: Window | Dilated) -> None:
+    whole(mask, "size", 1, "the query's own key")
+    whole(mask, "ahead", 0, "keys after the query")
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Strided(Mask):
     step: int
 
     def __post_init__(self) -> None:
-        _check_step("Strided", self.step)
+        whole(self, "step", 1, "positions")
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return (q - k) % self.step == 0
@@ -130,8 +134,8 @@ class Dilated(Mask):
     ahead: int = 0
 
     def __post_init__(self) -> None:
-        _check_window("Dilated", self.size, self.ahead)
-        _check_step("Dilated", self.step)
+        _check_window(self)
+        whole(self, "step", 1, "positions")
 
     def _window(self) -> Window:
         return Window((self.size - 1) * self.step + 1, self.ahead * self.step)
@@ -159,8 +163,7 @@ class Prefix(Mask):
     length: int
 
     def __post_init__(self) -> None:
-        if self.length < 0:
-            raise InputError(f"Prefix: length is {self.length}, expected 0 or more keys")
+        whole(self, "length", 0, "keys")
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return k < self.length
@@ -252,8 +255,7 @@ class RandomKeys(Mask):
     besides: Mask | None = None
 
     def __post_init__(self) -> None:
-        if self.size < 0:
-            raise InputError(f"RandomKeys: size is {self.size}, expected 0 or more keys per query")
+        whole(self, "size", 0, "keys per query")
         if self.besides is not None and not self.besides.by_value:
             raise InputError(
                 "RandomKeys: besides depends on data or a function, which may differ between batch items and heads; "
