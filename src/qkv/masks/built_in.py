@@ -12,18 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of, one_of
-from qkv.masks.base import (
-    Blockwise,
-    Grid,
-    Mask,
-    Predicate,
-    Region,
-    TensorMask,
-    Tiles,
-    check_pairs,
-    tile_status,
-    whole,
-)  # fmt: skip
+from qkv.masks.base import Blockwise, Grid, Mask, Predicate, Region, TensorMask, Tiles, check_pairs, tile_status, whole
 
 
 class _Band(Mask):
