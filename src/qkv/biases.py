@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -229,7 +230,9 @@ class TensorBias(SingleTensorBias):
         return self.tensor[(None,) * (4 - self.tensor.ndim)]
 
     def bound(self, q: Tensor, grid: Grid, scale: float) -> TensorBias:
-        return self if self.tensor.ndim == 4 else TensorBias(self._pairs)
+        bound = copy(self)  # of a subclass, too
+        object.__setattr__(bound, "tensor", self._pairs)
+        return bound
 
     def tile(self, region: Region) -> Tensor:
         return region.of(self._pairs)

@@ -20,7 +20,7 @@ class InputError(ValueError):
     ... except InputError as error:
     ...     print(error)
     ...     print(error.argument)
-    Window: size is 0, expected at least 1 (the query's own key)
+    Window: size is 0, expected a whole number, at least 1 (the query's own key)
     size
     """
 

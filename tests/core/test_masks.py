@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -265,6 +266,9 @@ REFUSALS: list[tuple[str, Callable[[], object]]] = [
     ("n_queries", lambda: Shifted(RandomKeys(2), 2).dense(2, 3)),
     ("besides", lambda: RandomKeys(2, besides=Padding([9]))),
     ("size", lambda: Blockwise(Causal(), 0)),
+    ("size", lambda: Window(4.5)),  # type: ignore[arg-type]
+    ("step", lambda: Strided(4.5)),  # type: ignore[arg-type]
+    ("length", lambda: Prefix(torch.ones(2))),  # type: ignore[arg-type]
     ("window", lambda: longformer(3)),
     ("window", lambda: longformer(0)),
     ("size", lambda: bigbird(0)),
@@ -279,6 +283,18 @@ REFUSALS += [
     for wrong in (Padding([9]),)
     for mask in (wrong & Causal(), Causal() | wrong, ~wrong, Shifted(wrong, 0), Blockwise(wrong, 1))
 ]
+
+
+def test_a_size_of_numpy_or_torch_is_another_mask() -> None:
+    for size in (np.int64(3), torch.tensor(3)):
+        made: Any = size
+        for mask, same in (
+            (Strided(made), Strided(3)),
+            (Dilated(made, made), Dilated(3, 3)),
+            (Window(made), Window(3)),
+        ):
+            assert mask == same
+            assert torch.equal(mask.dense(9, 9), same.dense(9, 9))
 
 
 @pytest.mark.parametrize(("argument", "make"), REFUSALS)

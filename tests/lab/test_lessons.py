@@ -145,9 +145,15 @@ def test_check_runs_in_a_process_with_a_time_limit(
         command(*words, 0.3)
     assert ended.value.code == 1
     assert re.search(r"answer\.py was in line [23], in entropy", capsys.readouterr().out)
+    file.write_text("import sys\ndef entropy(w):\n    sys.exit(0)\n")
+    with pytest.raises(SystemExit) as ended:
+        command(*words, 60)
+    assert ended.value.code == 1  # an answer that ends the process is not right
     file.write_text(ANSWERS["syntax"])
     assert command(*words, 60).err.startswith("qkv: answer.py is not valid Python")
     file.write_text(ANSWERS["right"])
     assert "✓ " in command.succeeds(*words, 60)
     command.refuses("check", "entropy", tmp_path / "nothing.py")
+    command.refuses("check", "entropy", file.rename(tmp_path / "answer.txt"))
+    file.write_text(ANSWERS["right"])
     command.refuses("check", "entropy", file, "--seconds", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -20,7 +21,9 @@ import profile_fixture as made
 import qkv
 from conftest import refused
 from qkv import masks, plot
+from qkv.figures.map import sentence
 from qkv.profiler import Profile
+from qkv.statistics.maps import Picture
 
 WORDS = [
     "internationalisation", "Donaudampfschifffahrt", "the", "cat", "sat", "on", "a", "mat", ".", "⏎", "$x$", "שלום",
@@ -220,6 +223,13 @@ def pooled(profile: Profile, size: int) -> Profile:
     bins = ("text", "layer", "head", "query_bin", "key_bin")
     binned = data.drop_vars("weights").assign(map_max=(bins, most), map_mean=(bins, sums / tokens[:, None] / tokens))
     return Profile({"self": binned.assign_coords(bin_queries=("text", [size]), bin_keys=("text", [size]))})
+
+
+def test_the_title_of_a_map_calls_a_row_on_one_key_spread() -> None:
+    means = torch.tensor([[0.9, 0.1], [0.8, 0.2]])
+    picture = Picture(means, means, means, torch.arange(3), torch.arange(3))
+    head_map: Any = SimpleNamespace(layer=0, head=0, key_tokens=lambda keys: ["a", "b"][keys])
+    assert sentence(head_map, picture).endswith(": 85 % of the weight shown goes to “a”, key 0")
 
 
 @pytest.mark.slow

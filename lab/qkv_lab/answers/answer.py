@@ -61,8 +61,8 @@ def load(file: Path, name: str) -> Callable[..., Any]:
         InputError: if the file is not Python, raises an exception, or does not define the name as a function or class.
     """
     spec = importlib.util.spec_from_file_location(MODULE, file)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise InputError(f"FILE.py is {file.name}, expected a Python file, whose name ends in .py")
     module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent))  # the file may import its neighbours
     try:

@@ -12,7 +12,7 @@ from qkv.errors import InputError
 if TYPE_CHECKING:
     from qkv_lab.answers.answer import Call
 
-RIGHT, WRONG, UNUSABLE = 0, 1, 2
+RIGHT, WRONG, UNUSABLE = 90, 91, 92  # with which no answer ends the process itself, as sys.exit() does with 0
 LOOPS, REFUSED, DRAWN = "still-running.txt", "refused.txt", "wrong.png"
 
 

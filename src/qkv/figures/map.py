@@ -154,7 +154,7 @@ def sentence(head_map: AttentionMap | StoredMap, picture: Picture) -> str:
     if stop - start == 1:
         name = f"“{token_label(head_map.key_tokens(slice(start, stop))[0]).strip('“”')}”, key {start:,}"
     share, even = float(mass[most]) / total, float(across[most] / across.sum())
-    if share > max(0.1, 5 * even):
+    if share > max(0.1, min(0.5, 5 * even)):
         return f"{where}: {percent(share)} of the weight shown goes to {name}"
     return f"{where}: spread over keys, with {percent(share)} of the weight shown on {name}"
 

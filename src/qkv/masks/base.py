@@ -6,6 +6,7 @@ A mask has visible pairs and a block status for each tile, and composes by &, | 
 from __future__ import annotations
 
 import math
+import operator
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -298,6 +299,19 @@ def _as_mask(value: object) -> Mask:
     return value
 
 
+def whole(mask: Mask, name: str, least: int, of: str) -> None:
+    """Make a number of a mask an int; raise `InputError` if it is not whole, or less than `least`."""
+    value = getattr(mask, name)
+    try:
+        number = value if isinstance(value, int | torch.SymInt) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        kind = type(mask).__name__
+        raise InputError(f"{kind}: {name} is {value!r}, expected a whole number, at least {least} ({of})")
+    object.__setattr__(mask, name, number)
+
+
 def check_pairs(name: str, ndim: int, tensor: Tensor, grid: Grid) -> None:
     """Raise `InputError` for a tensor that does not broadcast to all pairs, or where x of (x, nq, nk) is ambiguous."""
     expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
@@ -565,8 +579,7 @@ class Blockwise(OtherGrid):
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise InputError(f"Blockwise: size is {self.size}, expected at least 1 token per block")
+        whole(self, "size", 1, "tokens per block")
 
     def _grid(self, grid: Grid) -> Grid:
         first, last = grid.offset // self.size, (grid.offset + grid.n_queries - 1) // self.size

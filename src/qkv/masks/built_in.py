@@ -23,6 +23,7 @@ from qkv.masks.base import (
     check_pairs,
     full_and_empty,
     tile_status,
+    whole,
 )
 
 
@@ -83,23 +84,16 @@ class Window(_OfDistance):
     ahead: int = 0
 
     def __post_init__(self) -> None:
-        _check_window("Window", self.size, self.ahead)
+        _check_window(self)
 
     @property
     def _distances(self) -> tuple[float, float, int]:
         return -self.ahead, self.size - 1, 1
 
 
-def _check_window(name: str, size: int, ahead: int) -> None:
-    if size < 1:
-        raise InputError(f"{name}: size is {size}, expected at least 1 (the query's own key)")
-    if ahead < 0:
-        raise InputError(f"{name}: ahead is {ahead}, expected 0 or more keys after the query")
-
-
-def _check_step(name: str, step: int) -> None:
-    if step < 1:
-        raise InputError(f"{name}: step is {step}, expected at least 1 position")
+def _check_window(mask: Window | Dilated) -> None:
+    whole(mask, "size", 1, "the query's own key")
+    whole(mask, "ahead", 0, "keys after the query")
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,7 @@ class Strided(_OfDistance):
     step: int
 
     def __post_init__(self) -> None:
-        _check_step("Strided", self.step)
+        whole(self, "step", 1, "positions")
 
     @property
     def _distances(self) -> tuple[float, float, int]:
@@ -138,8 +132,8 @@ class Dilated(_OfDistance):
     ahead: int = 0
 
     def __post_init__(self) -> None:
-        _check_window("Dilated", self.size, self.ahead)
-        _check_step("Dilated", self.step)
+        _check_window(self)
+        whole(self, "step", 1, "positions")
 
     @property
     def _distances(self) -> tuple[float, float, int]:
@@ -159,8 +153,7 @@ class Prefix(Mask):
     length: int
 
     def __post_init__(self) -> None:
-        if self.length < 0:
-            raise InputError(f"Prefix: length is {self.length}, expected 0 or more keys")
+        whole(self, "length", 0, "keys")
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return k < self.length
@@ -244,8 +237,7 @@ class RandomKeys(Mask):
     besides: Mask | None = None
 
     def __post_init__(self) -> None:
-        if self.size < 0:
-            raise InputError(f"RandomKeys: size is {self.size}, expected 0 or more keys per query")
+        whole(self, "size", 0, "keys per query")
         if self.besides is not None and not self.besides.cacheable:
             raise InputError(
                 "RandomKeys: besides depends on data or a function, which may differ between batch items and heads; "
