@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import qkv
 from benchmarks.mechanisms import run as bench
-from qkv.models import DecoderConfig, DecoderLM, from_hugging_face, loading
+from qkv.models import DecoderConfig, DecoderLM, loading
 from qkv.models.loading import load_text_model
 from qkv.profiler import Survey
 from qkv.profiler.analyses import ablation
@@ -65,7 +65,7 @@ FORMATS: dict[str, Format] = {
     "text model": Format(
         (*(f"model/{name}" for name in MODEL), "model/tokenizer.json"), lambda f: load_text_model(str(f / "model"))
     ),
-    "GPT-2": Format(tuple(f"gpt2/{name}" for name in (*MODEL, INDEX)), lambda f: from_hugging_face(f / "gpt2")),
+    "GPT-2": Format(tuple(f"gpt2/{name}" for name in (*MODEL, INDEX)), lambda f: qkv.models.load(f / "gpt2")),
     "GPT-2 text": Format(
         ("gpt2/config.json", "gpt2/generation_config.json", "gpt2/tokenizer.json", "gpt2/tokenizer_config.json"),
         lambda f: load_text_model(str(f / "gpt2")),

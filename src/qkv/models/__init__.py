@@ -8,7 +8,6 @@ from qkv._packages import from_lab
 from qkv.models.checkpoint import folder_of, save
 from qkv.models.decoder import DecoderConfig, DecoderLM, DecoderState
 from qkv.models.generation import Hypothesis, Sampler, beam_search, generate, pad_left, stream, text_stream
-from qkv.models.loading import from_hugging_face
 from qkv.models.loading import load_own as load
 from qkv.models.tokenizers import ByteTokenizer
 
@@ -21,7 +20,6 @@ __all__ = [
     "Sampler",
     "beam_search",
     "folder_of",
-    "from_hugging_face",
     "generate",
     "load",
     "pad_left",

@@ -339,32 +339,26 @@ class DecoderLM(nn.Module):
                 raise InputError(f"padding is {kind_of(padding)}, expected a tensor of shape (batch,) = {(batch,)}")
             if bool((padding < 0).any()):
                 raise InputError(f"padding is {padding.tolist()}, expected numbers of at least 0")
-            if self.config.prefix and bool((padding > 0).any()):
-                raise InputError(
-                    f"padding is {padding.tolist()}, expected none: the prefix of {self.config.prefix} tokens must "
-                    "begin at the first position"
-                )
-        if self.config.attention is not None:
-            self._check_mask(padding)
+        self._check_mask(padding)
         if cache is not None and not callable(cache):
             raise InputError(f"cache is {cache!r}, expected a function such as lambda: qkv.cache.Full(64)")
         make = cache or (lambda: Full(self.config.context))
         return DecoderState([make() for _ in self.blocks], padding)
 
     def _check_mask(self, padding: Tensor | None) -> None:
-        """Raise `InputError` if the mask of the composition would change from one step to the next."""
-        mask = as_mask(_attention(self.config).mask)
-        if mask is None or mask.band is not None:  # distances alone never change
+        """Raise `InputError` if the mask would change from one step to the next."""
+        mask = _mask(self.config)
+        if mask.band is not None:  # distances alone never change
             return
         if depends_on_length(mask, self.config.context, self.config.heads):
             raise InputError(
                 "attention has a mask that changes with the number of tokens, so a cache would hold keys of another "
                 "text; expected a mask of positions alone, or logits of the whole text at each step: model(ids)[:, -1]"
             )
-        padded = padding is not None and bool((padding > 0).any())
-        if padding is not None and padded and depends_on_start(mask, self.config.context, self.config.heads):
+        moved = padding is not None and bool((padding > 0).any())
+        if moved and depends_on_start(mask, self.config.context, self.config.heads):
             raise InputError(
-                f"padding is {padding.tolist()}, expected none: the mask of the composition depends on positions from "
+                f"padding is {padding}, expected none: the mask, such as that of a prefix, depends on positions from "
                 "the first token on"
             )
 
@@ -431,10 +425,7 @@ def _attention(config: DecoderConfig) -> Attention:
     """The attention of all layers; they share its learned bias, as in T5. A composition of one's own is copied."""
     if config.attention is not None:
         own = config.attention
-        return replace(own, mask=causal(as_mask(own.mask)), dropout_p=own.dropout_p or config.dropout)
-    mask: Mask = Causal() if config.window is None else Window(config.window)
-    if config.prefix:
-        mask = mask | Prefix(config.prefix)
+        return replace(own, mask=_mask(config), dropout_p=own.dropout_p or config.dropout)
     score = None if config.score_scale is None else Dot(config.score_scale)
     bias: Bias | None = None
     if config.positions == "alibi":
@@ -444,7 +435,15 @@ def _attention(config: DecoderConfig) -> Attention:
         nn.init.normal_(table, std=0.02)
         bias = T5Bias(table, bidirectional=False)
     normalizer = NORMALIZERS[config.normalizer]()
-    return Attention(mask=mask, bias=bias, score=score, normalizer=normalizer, dropout_p=config.dropout)
+    return Attention(mask=_mask(config), bias=bias, score=score, normalizer=normalizer, dropout_p=config.dropout)
+
+
+def _mask(config: DecoderConfig) -> Mask:
+    """The mask of all layers."""
+    if config.attention is not None:
+        return causal(as_mask(config.attention.mask))
+    mask: Mask = Causal() if config.window is None else Window(config.window)
+    return mask | Prefix(config.prefix) if config.prefix else mask
 
 
 def rotary_of(config: DecoderConfig) -> Rotary | None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from qkv.errors import InputError, at_least_one, kind_of
 
@@ -298,10 +299,8 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Int[Tensor, "b
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise InputError(f"prompts[{i}] has no tokens, expected at least one")
-    longest = max(map(len, prompts))
-    padding = [longest - len(prompt) for prompt in prompts]
-    ids = [[pad] * left + list(prompt) for left, prompt in zip(padding, prompts, strict=True)]
-    return torch.tensor(ids), torch.tensor(padding)
+    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, pad, padding_side="left")
+    return ids, ids.shape[1] - torch.tensor([len(prompt) for prompt in prompts])
 
 
 def text_stream(

@@ -185,8 +185,9 @@ def load_own(folder: str | Path) -> nn.Module: ...
 def load_own(folder: str | Path) -> nn.Module:
     """Load a model that `save` wrote, in evaluation mode and with its saved dtypes, or a model that comes with qkv.
 
-    Models that come with qkv have float32 weights once loaded; the file of qkv-mini holds them in float16. A GGUF file
-    of a Llama or GPT-2, and ``"smollm2"``, become a `DecoderLM` with float32 weights.
+    Models that come with qkv have float32 weights once loaded; the file of qkv-mini holds them in float16. GPT-2 and
+    Llama become a `DecoderLM`: a folder of Hugging Face, with the dtype of its weights, a GGUF file, and ``"smollm2"``,
+    with float32 weights.
 
     >>> type(load_own("qkv-reversal")).__name__
     'DecoderLM'
@@ -195,27 +196,18 @@ def load_own(folder: str | Path) -> nn.Module:
         InputError: if the folder has no model, the kind of model or a key of its configuration is unknown, or weights
             do not fit the model; the message lists all of them.
     """
-    return from_hugging_face(folder, "float32") if gguf_files.find(str(folder)) is not None else checkpoint.load(folder)
+    path, name = Path(folder), str(folder)
+    if gguf_files.find(name) is not None:
+        return _as_decoder(_load_causal_lm(name, "float32"))
+    if (path / checkpoint.CONFIG).is_file() and "model_type" in checkpoint.read_config(path):
+        return _as_decoder(_load_causal_lm(name, "auto"))
+    return checkpoint.load(folder)
 
 
-def from_hugging_face(name: str | Path, dtype: str = "auto") -> DecoderLM:
-    """Load a GPT-2 or Llama checkpoint, a GGUF file of one, or one of the hub as a `DecoderLM` in evaluation mode.
-
-    Args:
-        name: the folder, the GGUF file, or the name on the Hugging Face hub.
-        dtype: dtype of the weights; if ``"auto"``, that of the checkpoint, or float32 for a GGUF file.
-
-    Raises:
-        InputError: for another architecture, a setting that `DecoderLM` does not support, or weights that do not fit.
-    """
-    return _as_decoder(_load_foreign(str(name), dtype))
-
-
-def _load_foreign(name: str, dtype: str) -> Loaded:
+def _load_causal_lm(name: str, dtype: str) -> Loaded:
     """Load a causal language model that `pretrained` converts with transformers; no other kind is ever downloaded."""
-    one_of("dtype", dtype, (*DTYPES, "auto"))
     if (file := gguf_files.find(name)) is not None:
-        return _load_gguf(file, name, DTYPES.get(dtype, torch.float32), head=True)
+        return _load_gguf(file, name, DTYPES[dtype], head=True)
     if Path(name).is_file():
         raise InputError(f"model: {name} is a file, expected a folder")
     require(f"model {name!r}", "transformers")
@@ -506,7 +498,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
         loaded = _load_qkv(folder, name, DTYPES[dtype])
         model, tokenizer = loaded.model, loaded.tokenizer
     else:
-        loaded = _load_foreign(name, dtype)
+        loaded = _load_causal_lm(name, dtype)
         model, tokenizer, name = _as_decoder(loaded), loaded.tokenizer, loaded.name
         settings: Any = loaded.model
         ends = settings.generation_config.eos_token_id

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qkv._files import scheme_of
 from qkv.errors import InputError, refusing
 from qkv.profiler.surveys.folder import Folder, Incomplete
 
@@ -20,13 +19,8 @@ if TYPE_CHECKING:
 
 RETRIES = 20
 """How often a shard is begun again after its process or machine was lost."""
-HERE = (None, "file", "memory")
-"""Schemes of folders that other machines do not see, or not as the same folder."""
-
-
-Done = tuple[bytes | None, tuple[int, int, int]]
-"""What a task returns: the file of the shard, None if the task has written it to an address itself; and the numbers of
-documents, bytes and tokens."""
+Done = tuple[bytes, tuple[int, int, int]]
+"""What a task returns: the file of the shard, and the numbers of documents, bytes and tokens."""
 
 
 def carry_out(
@@ -35,9 +29,8 @@ def carry_out(
     """Carry out these shards on a cluster of Ray, and return when their files are in the folder.
 
     The cluster is the one that Ray finds (``RAY_ADDRESS``, or one on this machine), else one of this process alone. The
-    model is sent to each machine once. Where the folder is at an address, each task writes its file there; else the
-    files come back to this process. Each task reserves `threads` CPUs, for as many threads, and `gpus` GPUs; None is
-    one if the cluster has any now. `on_batch` is called after each shard.
+    model is sent to each machine once; the files come back to this process. Each task reserves `threads` CPUs, for as
+    many threads, and `gpus` GPUs; None is one if the cluster has any now. `on_batch` is called after each shard.
     """
     if surveyor.device.type != "cpu":
         raise InputError(
@@ -49,30 +42,26 @@ def carry_out(
             gpus = 1 if ray.cluster_resources().get("GPU") else 0
         task = ray.remote(_carry_out).options(num_cpus=threads, num_gpus=gpus, max_retries=RETRIES)
         sent = ray.put(surveyor)
-        address = folder.address if scheme_of(folder.address) not in HERE else None
-        waiting = {task.remote([sent], number, address, threads): number for number in numbers}
+        waiting = {task.remote([sent], number, threads): number for number in numbers}
         try:
             while waiting:
                 for ready in ray.wait([*waiting])[0]:
                     number = waiting.pop(ready)
                     data, progress = _result(ray, ready, number)
-                    if data is not None:
-                        folder.write_shard(number, data)
+                    folder.write_shard(number, data)
                     on_batch(*progress)
         finally:
             for unfinished in waiting:
                 ray.cancel(unfinished, force=True)
 
 
-def _carry_out(sent: list[Any], number: int, address: str | None, threads: int) -> Done:
+def _carry_out(sent: list[Any], number: int, threads: int) -> Done:
     """Carry out a shard; runs in a process of Ray. `sent` is in a list so that Ray does not load it for each task."""
     torch.set_num_threads(threads)
     progress: list[tuple[int, int, int]] = []
     data = _loaded(sent[0]).shard(number, lambda *new: progress.append(new))
-    if address is not None:
-        Folder(address).write_shard(number, data)
     documents, size, tokens = (sum(x) for x in zip(*progress, strict=True))
-    return data if address is None else None, (documents, size, tokens)
+    return data, (documents, size, tokens)
 
 
 @functools.lru_cache(maxsize=1)
