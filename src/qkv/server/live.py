@@ -167,7 +167,7 @@ class Live:
             return ""
         kept = (ids if ids.ndim == 1 else ids[0])[:BEGINNING].tolist()
         text = str(tokenizer.decode(kept, skip_special_tokens=False))
-        if tokenizer(text, return_tensors="pt")["input_ids"][0].tolist() != kept:  # it adds some of them to a text itself
+        if tokenizer(text, return_tensors="pt")["input_ids"][0].tolist() != kept:  # it adds special tokens itself
             text = str(tokenizer.decode(kept, skip_special_tokens=True))
         return text[:MAX_CHARACTERS]
 

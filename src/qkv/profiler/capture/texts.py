@@ -239,7 +239,7 @@ class Texts:
         group = forward.sequence.groups.setdefault(observed.module, observed.group)
         forward.sequence.sources[observed.module] = observed.source
         try:
-            if mapped():
+            if mapped(observed.call):
                 raise InputError(
                     "torch.func.vmap maps the forward, which has no tensors of its own then; expected a batch"
                 )
