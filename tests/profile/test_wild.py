@@ -232,6 +232,18 @@ def test_watch_of_images_is_the_profile_of_the_same_inputs(name: str) -> None:
     same(watched.profile(), qkv.profile(model, batch, probe=False, progress=False), but=set())
 
 
+@torch.no_grad()
+def test_steps_after_an_image_continue_the_cache_that_the_model_made() -> None:
+    model = transformers.LlavaForConditionalGeneration(hf_zoo.build("llava").config).eval()
+    inputs = hf_zoo.inputs("llava")
+    with qkv.watch(model) as watched:
+        out = model(**inputs)
+        new = out.logits[:, -1:].argmax(-1)
+        model(input_ids=new, past_key_values=out.past_key_values)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], new], 1)
+    same(watched.profile(), qkv.profile(model, inputs, probe=False, progress=False))
+
+
 def test_returned_texts_are_counted_among_texts_and_not_among_images() -> None:
     model = transformers.LlavaForConditionalGeneration(hf_zoo.build("llava").config).eval()
     with qkv.watch(model) as watched:

@@ -211,7 +211,10 @@ class Texts:
                 self._release(finished.pop(0))
         n, items = _length(tensors, ids)
         uses = batch.get("use_cache")
-        uses = getattr(getattr(model, "config", None), "use_cache", False) if uses is None else uses
+        if uses is None:
+            config: Any = getattr(model, "config", None)
+            inside = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))  # such as the text's
+            uses = any(getattr(one, "use_cache", False) for one in (config, *inside))
         due = of_encoder or (self._reads if known is None else sequence.reads) % self.every == 0
         forward = Forward(
             owner, sequence, sequence.tokens, n, cache, cache is not None or bool(uses), of_encoder, read, lost,
