@@ -137,7 +137,8 @@ class ScaledDotProductAttention:
     def forward(
         self, Q: np.ndarray, K: np.ndarray, V: np.ndarray, mask: GivenMask = None
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Output (nq, dv) and weights (nq, nk)."""
+        """Output (nq, dv) and weights (nq, nk). Whole numbers, as of an example by hand, become floats."""
+        Q, K, V = (x.astype(float) if np.asarray(x).dtype.kind in "iu" else x for x in (Q, K, V))
         return attend(Q, K, V, mask=_visible(mask), score=Dot(1 / self.scale), return_weights=True)
 
     def _softmax(self, x: np.ndarray, axis: int = -1) -> np.ndarray:

@@ -128,6 +128,9 @@ def test_numpy_classes_give_their_formulas() -> None:
     x = rand(5, 8)
     found = course.ScaledDotProductAttention(8).forward(x.numpy(), x.numpy(), x.numpy(), CAUSAL[:5, :5].numpy())
     close32(tuple(map(torch.from_numpy, found)), formula(x, x, x, CAUSAL[:5, :5] > 0))
+    by_hand = np.array([[1, 0], [0, 1], [1, 1]])
+    found = course.ScaledDotProductAttention(2).forward(by_hand, by_hand, by_hand)
+    close32(tuple(map(torch.from_numpy, found)), formula(*[torch.tensor(by_hand).double()] * 3))
     additive = course.BahdanauAttention(8)
     state, states = np.ones((8, 1)), [row[:, None] for row in x.numpy()]
     scores = [(additive.va.T @ np.tanh(additive.Wa @ h + additive.Ua @ state)).item() for h in states]

@@ -167,6 +167,7 @@ WEIGHTS_REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("mask", lambda: plot.weights(weights(3, 3), mask=torch.zeros(3, 3))),
     ("m", lambda: plot.matrix(weights(1, 3, 3))),
     ("matrices", lambda: plot.panels({})),
+    ("matrices", lambda: plot.panels(torch.eye(3))),  # type: ignore[arg-type]
     ("columns", lambda: plot.heads(weights(2, 3, 3), columns=0)),
     ("statistic", lambda: plot.by_head(made.gpt().heads(), "sinc")),
     ("grid", lambda: plot.overlay(np.zeros((4, 4, 3)), weights(1, 4), (2, 3))),

@@ -13,7 +13,7 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv.biases import Bias, ByDistance, SingleTensorBias
 from qkv.engine.call import Call, Result, as_mask, detached
-from qkv.engine.sizes import dense, recorded
+from qkv.engine.sizes import recorded
 from qkv.engine.transforms import Results, differentiable, differentiable_call, transforming
 from qkv.masks import Grid, Mask
 from qkv.native import binding
@@ -72,7 +72,7 @@ def directly(
         return None
     if not (q.is_cpu and k.is_cpu and v.is_cpu) or isinstance(library(), str):
         return None
-    if not dense(q, k, v) or q.shape[3] == 0:
+    if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or q.shape[3] == 0:
         return None
     if transforming() or torch._C._len_torch_dispatch_stack() > 0 or torch.is_autocast_enabled("cpu"):
         return None

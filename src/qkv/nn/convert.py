@@ -148,7 +148,7 @@ def _block_from_torch(theirs: nn.TransformerEncoderLayer) -> TransformerBlock:
     )
     _like(ours, theirs)
     for own, other in _block_parts(ours, theirs):
-        own.load_state_dict(other.state_dict())
+        _copy(other, own)
     return ours
 
 
@@ -178,7 +178,7 @@ def _block_to_torch(ours: TransformerBlock) -> nn.TransformerEncoderLayer:
     _like(theirs, ours)
     theirs.self_attn = _attention_to_torch(ours.attention)
     for own, other in _block_parts(ours, theirs):
-        other.load_state_dict(own.state_dict())
+        _copy(own, other)
     return theirs
 
 
@@ -191,6 +191,12 @@ def _block_parts(ours: TransformerBlock, theirs: nn.TransformerEncoderLayer) -> 
         (ours.attention_norm, theirs.norm1),
         (ours.feed_forward_norm, theirs.norm2),
     ]
+
+
+def _copy(source: nn.Module, target: nn.Module) -> None:
+    target.load_state_dict(source.state_dict())
+    if isinstance(source, nn.LayerNorm) and isinstance(target, nn.LayerNorm):
+        target.eps = source.eps
 
 
 def _activation(function: Any) -> str:

@@ -12,7 +12,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
-from qkv.errors import InputError, at_least_one
+from qkv.errors import InputError, at_least_one, kind_of
 from qkv.figures.layout import (
     ACCENT,
     CHARACTER,
@@ -81,8 +81,9 @@ def panels(
     >>> len(qkv.plot.panels(seen).axes)
     2
     """
-    if not matrices:
-        raise InputError("matrices is empty, expected at least one matrix by its title")
+    if not isinstance(matrices, Mapping) or not matrices:
+        got = "empty" if isinstance(matrices, Mapping) else kind_of(matrices)
+        raise InputError(f"matrices is {got}, expected a dictionary with at least one matrix by its title")
     given = {name: array(m, f"matrices[{name!r}]") for name, m in matrices.items()}
     for name, m in given.items():
         if m.ndim != 2 or 0 in m.shape:
