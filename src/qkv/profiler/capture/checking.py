@@ -209,7 +209,7 @@ class Checks(list[Checked]):
         for mask in masks_of(module, function, query, key, attention_mask, others):
             try:
                 call, keys = call_of(module, name, query, key, value, mask, **others)
-                if not (dropped or mapped() or (once and place in self.known)):
+                if not (dropped or mapped(call) or (once and place in self.known)):
                     with torch.no_grad(), unwatched():
                         result = served(detached(call))
                         counted = None if result.lse is None else result.lse > -torch.inf
