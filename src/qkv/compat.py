@@ -29,8 +29,8 @@ INPUTS = {"query": "x", "key": "context"}
 OF_OUTPUT = "nothing, and the output to torch.nn.Dropout; TransformerBlock has dropout="
 _OF_MODULES = {
     "nhead": "heads=",
-    "kdim": "d_context=",
-    "vdim": "d_context=",
+    "kdim": "d_context=, with fused=False",
+    "vdim": "d_context=, with fused=False",
     "batch_first": "nothing: inputs are always (batch, length, d_model)",
     "add_bias_kv": 'sink="key", a learned key without a value',
     "add_zero_attn": "attention=qkv.Attention(normalizer=qkv.normalizers.Softmax(sink=0.0))",

@@ -82,7 +82,7 @@ def by_hand(layer: MultiHeadAttention, x: Tensor, context: Tensor | None = None,
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"bias": False}, {"kv_heads": 3}, {"kv_heads": 1}, {"qk_norm": True},
+    {}, {"bias": False}, {"fused": False}, {"kv_heads": 3}, {"kv_heads": 1, "fused": False}, {"qk_norm": True},
     {"gate": "elementwise"}, {"gate": "head", "kv_heads": 2}, {"head_dim": 5}, {"head_dim": (5, 7)},
 ], ids=str)  # fmt: skip
 def test_multi_head_attention_equals_a_loop_over_heads(options: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ def test_multi_head_attention_equals_a_loop_over_heads(options: dict[str, Any]) 
 @pytest.mark.parametrize("fused", [True, False])
 def test_cross_attention(fused: bool) -> None:
     width = 24 if fused else 17
-    layer = layer_of(24, 4, d_context=width, kv_heads=2, qk_norm=True)
+    layer = layer_of(24, 4, d_context=width, kv_heads=2, qk_norm=True, fused=fused)
     x, context = rand(2, 7, 24), rand(2, 13, width, seed=1)
     out, weights = layer(x, context, return_weights=True)
     assert weights.shape == (2, 4, 7, 13)
@@ -318,7 +318,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("d_model", None, lambda: heads_of(heads=5)), ("kv_heads", None, lambda: heads_of(kv_heads=4)),
     ("heads", None, lambda: heads_of(heads=0)), ("head_dim", None, lambda: heads_of(head_dim=0)),
     ("rotary", None, lambda: heads_of(rotary=Rotary(6))), ("gate", None, lambda: heads_of(gate="half")),
-    ("attention", None, lambda: heads_of(attention=masks.Causal())),
+    ("fused", None, lambda: heads_of(d_context=17)), ("attention", None, lambda: heads_of(attention=masks.Causal())),
     ("x", None, lambda: heads_of()(X[0])), ("context", "d_context", lambda: heads_of()(X, X[..., 1:])),
     ("context", "self-attention only", lambda: heads_of(rotary=Rotary(4))(X, X.clone())),
     *((name, None, lambda name=name: heads_of()(X, cache=qkv.cache.Full(4), **{name: True}))

@@ -81,6 +81,7 @@ def _attention_from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
         raise InputError(
             f"module has kdim {theirs.kdim} and vdim {theirs.vdim}, expected the same dimension for keys and values"
         )
+    fused = theirs.in_proj_weight is not None
     normalizer = Softmax(sink=0.0) if theirs.add_zero_attn else None
     ours = MultiHeadAttention(
         theirs.embed_dim,
@@ -88,9 +89,10 @@ def _attention_from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
         d_context=theirs.kdim,
         attention=Attention(normalizer=normalizer, dropout_p=theirs.dropout),
         bias=theirs.in_proj_bias is not None,
+        fused=fused,
     )
     weights = {re.sub(r"proj_(weight|bias)", r"proj.\1", name): x for name, x in theirs.state_dict().items()}
-    if not ours.fused and "in_proj.bias" in weights:
+    if not fused and "in_proj.bias" in weights:
         biases = weights.pop("in_proj.bias").chunk(3)
         weights |= {f"{name}_proj.bias": bias for name, bias in zip("qkv", biases, strict=True)}
     return _like(ours, theirs, weights)
@@ -117,6 +119,7 @@ def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
     }.items():
         if present:
             raise InputError(f"module has {feature}, which torch.nn.MultiheadAttention does not support")
+    context = {} if ours.fused else {"kdim": ours.d_context, "vdim": ours.d_context}
     theirs = nn.MultiheadAttention(
         ours.d_model,
         ours.heads,
@@ -124,12 +127,13 @@ def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
         bias=ours.out_proj.bias is not None,
         add_zero_attn=off_by_one,
         batch_first=True,
-        kdim=ours.d_context,
-        vdim=ours.d_context,
+        **context,
     )
     weights = {re.sub(r"^(in|q|k|v)_proj\.", r"\1_proj_", name): x for name, x in ours.state_dict().items()}
-    if "q_proj_bias" in weights:
-        weights["in_proj_bias"] = torch.cat([weights.pop(f"{name}_proj_bias") for name in "qkv"])
+    for end in ("weight", "bias"):
+        separate = [f"{name}_proj_{end}" for name in "qkv"]
+        if separate[0] in weights and (end == "bias" or theirs.in_proj_weight is not None):  # torch fuses equal widths
+            weights[f"in_proj_{end}"] = torch.cat([weights.pop(name) for name in separate])
     return _like(theirs, ours, weights)
 
 

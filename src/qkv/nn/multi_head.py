@@ -149,8 +149,7 @@ class MultiHeadAttention(nn.Module):
             arXiv:1911.02150), between is grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). Query head i
             uses key head i // (heads // kv_heads).
         head_dim: head dimension, or a pair: that of queries and keys, and that of values; d_model / heads if None.
-        d_context: dimension of the context of cross-attention; `d_model` if None. With another one, queries, keys and
-            values have a matrix each (``q_proj``, ``k_proj``, ``v_proj``) instead of one together (``in_proj``).
+        d_context: dimension of the context of cross-attention; `d_model` if None.
         attention: the composition that every head computes: mask, bias, score, normalizer, dropout of weights.
         rotary: rotary positions of queries and keys; none if None.
         qk_norm: RMS-normalise every head's queries and keys, with a learned gain, before the rotation (Henry et al.
@@ -160,6 +159,8 @@ class MultiHeadAttention(nn.Module):
         sink: a learned sink for each head, which takes weight and has no value: ``"logit"`` (gpt-oss,
             arXiv:2508.10925), or a ``"key"`` (Gu et al. 2025, arXiv:2410.10781).
         bias: whether projections have biases.
+        fused: one matrix for queries, keys and values together (``in_proj``), or three (``q_proj``, ``k_proj``,
+            ``v_proj``). Both compute the same function.
         **other_names: `embed_dim`, `num_heads` and `n_heads`; and torch's `dropout`, the `dropout_p` of `attention`.
 
     Raises:
@@ -185,6 +186,7 @@ class MultiHeadAttention(nn.Module):
         gate: Literal["elementwise", "head"] | None = None,
         sink: Literal["logit", "key"] | None = None,
         bias: bool = True,
+        fused: bool = True,
         **other_names: float,
     ) -> None:
         super().__init__()
@@ -209,11 +211,13 @@ class MultiHeadAttention(nn.Module):
             raise InputError(f"rotary rotates {rotary.dim} dimensions, but heads have {head_dim}")
         one_of("gate", gate, (None, "elementwise", "head"))
         one_of("sink", sink, (None, "logit", "key"))
+        if fused and d_context != d_model:
+            raise InputError(f"fused is True with d_model {d_model} and d_context {d_context}, expected them equal")
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads
         self.head_dim, self.v_head_dim, self.d_context = head_dim, v_head_dim, d_context
-        self.rotary, self.fused = rotary, d_context == d_model
+        self.rotary, self.fused = rotary, fused
         self.widths = heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim  # of queries, keys, values
-        if self.fused:
+        if fused:
             self.in_proj = nn.Linear(d_model, sum(self.widths), bias=bias)
         else:
             self.q_proj = nn.Linear(d_model, self.widths[0], bias=bias)
