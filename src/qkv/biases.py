@@ -100,7 +100,7 @@ class Bias(Definition):
 
     def part(self, region: Region) -> Bias:
         """Return the bound bias of a rectangle of the matrix, whose queries and keys are counted from 0."""
-        return _PartOfBias(self, region)
+        return self if self.position_free else _PartOfBias(self, region)
 
     # --- the tensors of a bound bias, by name -------------------------------------------------------------------------
 
@@ -373,9 +373,6 @@ class SoftCap(Bias):
 
     def apply(self, scores: Tensor, region: Region) -> Tensor:
         return torch.tanh(scores / self.cap) * self.cap
-
-    def part(self, region: Region) -> SoftCap:
-        return self
 
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.tanh(score / self.cap) * self.cap
