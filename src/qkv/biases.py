@@ -11,13 +11,13 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkv._contract import Definition, check_by_head, learned_tensors, overrides, require
+from qkv._contract import Definition, check_by_head, learned_tensors, overrides, require, with_attributes
 from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Region
 from qkv.masks.base import check_pairs
@@ -188,9 +188,7 @@ class SingleTensorBias(AdditiveBias):
         return {"tensor": self.tensor}
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> SingleTensorBias:
-        this: Any = self
-        bound: SingleTensorBias = replace(this, **tensors)
-        return bound
+        return with_attributes(self, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -442,9 +440,7 @@ def _alibi(slopes: Tensor, grid: Grid) -> ByDistance:
 @torch.inference_mode(False)  # cached tensors must serve training too
 def _of_paper(grid: Grid, dtype: torch.dtype) -> ByDistance:
     """Return ALiBi with the slopes of the paper; nobody may change its tensor."""
-    bias = _alibi(alibi_slopes(grid.heads, dtype).to(grid.device), grid)
-    object.__setattr__(bias, "constant", True)
-    return bias
+    return with_attributes(_alibi(alibi_slopes(grid.heads, dtype).to(grid.device), grid), constant=True)
 
 
 def t5_bucket(back: Int[Tensor, "*n"], buckets: int, max_distance: int, *, bidirectional: bool) -> Int[Tensor, "*n"]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkv._contract import Definition
+from qkv._contract import Definition, with_attributes
 from qkv.attention import Attention, compute
 from qkv.compat import INPUTS, SIZES, renamed, with_blocked
 from qkv.engine import as_mask
@@ -117,9 +116,7 @@ def _with(x: Any, place: Path, value: Tensor) -> Any:
         return value
     first, rest = place[0], place[1:]
     if isinstance(first, str):
-        changed = copy(x)
-        object.__setattr__(changed, first, _with(getattr(x, first), rest, value))
-        return changed
+        return with_attributes(x, **{first: _with(getattr(x, first), rest, value)})
     return (*x[:first], _with(x[first], rest, value), *x[first + 1 :])
 
 
