@@ -292,10 +292,8 @@ class MultiHeadAttention(nn.Module):
             x, context = renamed("MultiHeadAttention", other_names, INPUTS, {"x": x, "context": context})
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.d_model:
             raise InputError(f"x is {kind_of(x)}, expected (batch, length, d_model = {self.d_model})")
-        if need_weights is not None and return_weights:
-            raise InputError("need_weights and return_weights are both passed, expected one of them")
-        if need_weights is not None and return_statistics:
-            raise InputError("need_weights is passed with return_statistics, expected return_weights")
+        if need_weights is not None and (return_weights or return_statistics):
+            raise InputError("need_weights is passed with return_weights or return_statistics, expected only these")
         if need_weights is None and not average_attn_weights:
             raise InputError("average_attn_weights is False without need_weights, expected need_weights=True")
         if context is x and (value is None or value is x):
