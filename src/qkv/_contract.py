@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from copy import copy
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from qkv.errors import InputError
+
+T = TypeVar("T")
 
 
 class Definition:
@@ -53,6 +56,14 @@ def _stale(cls: type, base: type, method: str, name: str) -> bool:
     owner = next(parent for parent in cls.__mro__ if name in parent.__dict__)
     definitions = (base.__dict__.get(method), getattr(cls, method))
     return owner not in base.__mro__ and getattr(owner, method, None) not in definitions
+
+
+def with_attributes(thing: T, **attributes: object) -> T:
+    """Return a copy of an object with other attributes, also of a frozen dataclass, whose checks do not run again."""
+    changed = copy(thing)
+    for name, value in attributes.items():
+        object.__setattr__(changed, name, value)
+    return changed
 
 
 def overrides(thing: object, base: type, name: str) -> bool:

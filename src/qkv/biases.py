@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkv._contract import Definition, check_by_head, learned_tensors, overrides, require
+from qkv._contract import Definition, check_by_head, learned_tensors, overrides, require, with_attributes
 from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Region
 from qkv.masks.base import check_pairs
@@ -101,7 +101,7 @@ class Bias(Definition):
 
     def part(self, region: Region) -> Bias:
         """Return the bound bias of a rectangle of the matrix, whose queries and keys are counted from 0."""
-        return _PartOfBias(self, region)
+        return self if self.position_free else _PartOfBias(self, region)
 
     # --- the tensors of a bound bias, by name -------------------------------------------------------------------------
 
@@ -189,9 +189,7 @@ class SingleTensorBias(AdditiveBias):
         return {"tensor": self.tensor}
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> SingleTensorBias:
-        this: Any = self
-        bound: SingleTensorBias = replace(this, **tensors)
-        return bound
+        return with_attributes(self, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -382,9 +380,6 @@ class SoftCap(Bias):
     def apply(self, scores: Tensor, region: Region) -> Tensor:
         return torch.tanh(scores / self.cap) * self.cap
 
-    def part(self, region: Region) -> SoftCap:
-        return self
-
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.tanh(score / self.cap) * self.cap
 
@@ -453,9 +448,7 @@ def _alibi(slopes: Tensor, grid: Grid) -> ByDistance:
 @torch.inference_mode(False)  # cached tensors must serve training too
 def _of_paper(grid: Grid, dtype: torch.dtype) -> ByDistance:
     """Return ALiBi with the slopes of the paper; nobody may change its tensor."""
-    bias = _alibi(alibi_slopes(grid.heads, dtype).to(grid.device), grid)
-    object.__setattr__(bias, "constant", True)
-    return bias
+    return with_attributes(_alibi(alibi_slopes(grid.heads, dtype).to(grid.device), grid), constant=True)
 
 
 def t5_bucket(back: Int[Tensor, "*n"], buckets: int, max_distance: int, *, bidirectional: bool) -> Int[Tensor, "*n"]:

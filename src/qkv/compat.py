@@ -7,7 +7,7 @@ Inputs are tensors or NumPy arrays of shape (batch, heads, length, head_dim), (b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
@@ -26,30 +26,55 @@ from qkv.scores import Dot, Score
 
 SIZES = {"embed_dim": "d_model", "num_heads": "heads", "n_heads": "heads"}
 INPUTS = {"query": "x", "key": "context"}
-OF_OUTPUT = "nothing, and the output to torch.nn.Dropout; TransformerBlock has dropout="
-_OF_MODULES = {
-    "nhead": "heads=",
-    "kdim": "d_context=, with fused=False",
-    "vdim": "d_context=, with fused=False",
-    "batch_first": "nothing: inputs are always (batch, length, d_model)",
-    "add_bias_kv": 'sink="key", a learned key without a value',
-    "add_zero_attn": "attention=qkv.Attention(normalizer=qkv.normalizers.Softmax(sink=0.0))",
-    "dropout_p": "dropout=",
-    "attn_dropout": "dropout=",
-    "attention_dropout": "dropout=",
-    "attn_drop": "dropout=",
-    "proj_drop": OF_OUTPUT,
-    "resid_dropout": OF_OUTPUT,
-    "out_dropout": OF_OUTPUT,
-    "output_dropout": OF_OUTPUT,
-}
-_OF_CALLS = {
-    "attn_mask": "mask=~attn_mask, since True means may attend here, and a float one as a bias: "
-    "attention=qkv.Attention(bias=qkv.biases.TensorBias(tensor))",
-    "kv": "context=",
-    "memory": "context=",
-    "past_key_value": "cache=, one of qkv.cache",
-}
+
+
+def _advice(names: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return what to pass instead of each name, given the names for which to pass it."""
+    return {name: instead for instead, others in names.items() for name in others}
+
+
+OTHER_NAMES = _advice({
+    "mask=, a boolean tensor that is True where a query may attend, or bias=qkv.biases.TensorBias(tensor) for a float "
+    "one": ["attn_mask"],
+    "mask=, True where a query may attend; for a tokenizer's: mask=(m == 1)[:, None, None, :]": ["attention_mask"],
+    "mask=~key_padding_mask[:, None, None, :], since True means may attend here": ["key_padding_mask"],
+    "mask=qkv.masks.Causal()": ["is_causal", "causal"],
+    "mask=qkv.masks.Window(size)": ["window_size"],
+    "mask=, one of qkv.masks, or qkv.masks.from_flex(block_mask)": ["block_mask"],
+    "bias=qkv.biases.ALiBi(slopes)": ["alibi_slopes"],
+    "bias=qkv.biases.SoftCap(cap)": ["softcap"],
+    "bias=, one of qkv.biases or your own": ["score_mod"],
+    "score=qkv.scores.Dot(scale)": ["scale", "softmax_scale"],
+    "normalizer=qkv.normalizers.Softmax(sink=logits)": ["sinks"],
+    "dropout_p=": ["dropout", "dropout_rate"],
+    "return_weights=": ["need_weights", "return_attention", "output_attentions"],
+    "nothing: grouped-query attention follows from the number of key heads": ["enable_gqa"],
+})  # fmt: skip
+OF_MODULES = OTHER_NAMES | _advice({
+    "heads=": ["nhead"],
+    "d_context=, with fused=False": ["kdim", "vdim"],
+    "nothing: inputs are always (batch, length, d_model)": ["batch_first"],
+    'sink="key", a learned key without a value': ["add_bias_kv"],
+    "attention=qkv.Attention(normalizer=qkv.normalizers.Softmax(sink=0.0))": ["add_zero_attn"],
+    "dropout=": ["dropout_p", "attn_dropout", "attention_dropout", "attn_drop"],
+    "nothing, and the output to torch.nn.Dropout; TransformerBlock has dropout=": [
+        "proj_drop", "resid_dropout", "out_dropout", "output_dropout",
+    ],
+})  # fmt: skip
+OF_MODULE_CALLS = OTHER_NAMES | _advice({
+    "mask=~attn_mask, since True means may attend here, and a float one as a bias: "
+    "attention=qkv.Attention(bias=qkv.biases.TensorBias(tensor))": ["attn_mask"],
+    "context=": ["kv", "memory"],
+    "cache=, one of qkv.cache": ["past_key_value"],
+})  # fmt: skip
+
+
+def unknown_argument(function: str, name: str, known: Collection[str], advice: Mapping[str, str]) -> InputError:
+    """Return the error for an unknown argument; for a name of another library it says what to pass instead."""
+    if name in advice:
+        return InputError(f"{function}: {name} is not an argument; pass {advice[name]}")
+    hint = f"expected one of {', '.join(known)}{nearest(name, known)}"
+    return InputError(f"{function}: {name} is not an argument, {hint}")
 
 
 def renamed(function: str, given: Mapping[str, Any], same: Mapping[str, str], known: Mapping[str, Any]) -> Any:
@@ -61,37 +86,11 @@ def renamed(function: str, given: Mapping[str, Any], same: Mapping[str, str], kn
     values = dict(known)
     for name, value in given.items():
         if name not in same or same[name] not in values:
-            advice = (_OF_MODULES if "d_model" in known else _OF_CALLS).get(name) or OTHER_NAMES.get(name)
-            hint = nearest(name, list(known)) if advice is None else f"; pass {advice}"
-            raise InputError(f"{function}: {name} is not an argument{hint}")
+            raise unknown_argument(function, name, known, OF_MODULES if "d_model" in known else OF_MODULE_CALLS)
         if values[same[name]] is not None:
             raise InputError(f"{function}: {name} and {same[name]} are both passed, expected one: they mean the same")
         values[same[name]] = value
     return list(values.values())
-
-
-OTHER_NAMES = {
-    "attn_mask": "mask=, a boolean tensor that is True where a query may attend, or "
-    "bias=qkv.biases.TensorBias(tensor) for a float one",
-    "attention_mask": "mask=, True where a query may attend; for a tokenizer's: mask=(m == 1)[:, None, None, :]",
-    "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], since True means may attend here",
-    "is_causal": "mask=qkv.masks.Causal()",
-    "causal": "mask=qkv.masks.Causal()",
-    "scale": "score=qkv.scores.Dot(scale)",
-    "softmax_scale": "score=qkv.scores.Dot(scale)",
-    "dropout": "dropout_p=",
-    "dropout_rate": "dropout_p=",
-    "enable_gqa": "nothing: grouped-query attention follows from the number of key heads",
-    "need_weights": "return_weights=",
-    "return_attention": "return_weights=",
-    "output_attentions": "return_weights=",
-    "window_size": "mask=qkv.masks.Window(size)",
-    "alibi_slopes": "bias=qkv.biases.ALiBi(slopes)",
-    "softcap": "bias=qkv.biases.SoftCap(cap)",
-    "score_mod": "bias=, one of qkv.biases or your own",
-    "block_mask": "mask=, one of qkv.masks, or qkv.masks.from_flex(block_mask)",
-    "sinks": "normalizer=qkv.normalizers.Softmax(sink=logits)",
-}
 
 
 TORCH = ("attn_mask", "is_causal", "scale", "blocked")
@@ -99,14 +98,10 @@ TORCH = ("attn_mask", "is_causal", "scale", "blocked")
 
 
 def refuse_unknown(function: Callable[..., object], unknown: Mapping[str, object]) -> None:
-    """Raise `InputError` for unknown arguments; for the names of other libraries it says what to pass instead."""
+    """Raise `InputError` for unknown arguments of a function of keywords."""
     known = [x.name for x in inspect.signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
     for name in unknown:
-        if name in OTHER_NAMES:
-            raise InputError(f"{function.__name__}: {name} is not an argument; pass {OTHER_NAMES[name]}")
-        raise InputError(
-            f"{function.__name__}: {name} is not an argument, expected one of {', '.join(known)}{nearest(name, known)}"
-        )
+        raise unknown_argument(function.__name__, name, known, OTHER_NAMES)
 
 
 def with_blocked(mask: Mask | Tensor | None, blocked: Tensor | None) -> Mask | Tensor | None:

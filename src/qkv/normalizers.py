@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkv._contract import Definition, check_by_head, learned_tensors, require
+from qkv._contract import Definition, check_by_head, learned_tensors, require, with_attributes
 from qkv.errors import InputError, kind_of, one_of
 
 __all__ = [
@@ -81,9 +80,7 @@ class Normalizer(Definition):
 
     def with_temperature(self: N, temperature: float) -> N:
         """Return the same normalizer with another temperature."""
-        changed = copy(self)
-        object.__setattr__(changed, "temperature", temperature)
-        return changed
+        return with_attributes(self, temperature=temperature)
 
     def check(self, heads: int) -> None:
         """Raise `InputError` if the normalizer is incomplete, or does not fit this number of query heads."""
@@ -231,10 +228,7 @@ class SumToOne(Normalizer):
 
     def with_sink(self: S, sink: SinkLogits = None, key: Float[Tensor, "heads d"] | None = None) -> S:
         """Return the same normalizer with this sink or learned key, or without one."""
-        changed = copy(self)
-        object.__setattr__(changed, "sink", sink)
-        object.__setattr__(changed, "key", key)
-        return changed
+        return with_attributes(self, sink=sink, key=key)
 
     def sink_of(self, like: Float[Tensor, "b heads nq"]) -> Float[Tensor, "#b heads #nq"] | None:
         """Return the sink logits for queries shaped like `like`, with its dtype and device, or None."""

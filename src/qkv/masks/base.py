@@ -9,7 +9,6 @@ import math
 import operator
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,7 +17,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkv._contract import Definition
+from qkv._contract import Definition, with_attributes
 from qkv.errors import InputError, at_least_one, kind_of
 
 if TYPE_CHECKING:
@@ -599,11 +598,8 @@ class TensorMask(Mask):
         return False
 
     def specialize(self, grid: Grid) -> Mask:
-        moved = copy(self)
-        for name, x in vars(self).items():
-            if isinstance(x, Tensor):
-                object.__setattr__(moved, name, x.to(grid.device))
-        return moved
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return with_attributes(self, **{name: x.to(grid.device) for name, x in tensors.items()})
 
 
 @dataclass(frozen=True, eq=False)

@@ -184,13 +184,10 @@ class TransformerBlock(nn.Module):
         if "return_weights" in options:
             output, of_layer = output
             weights.append(of_layer)
-        if self.place == "pre":
-            return x + self._dropped(output)
-        out: Tensor = norm(x + self._dropped(output))
-        return out
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, self.dropout) if self.training and self.dropout else x
+        if self.training and self.dropout:
+            output = F.dropout(output, self.dropout)
+        x = x + output
+        return x if self.place == "pre" else norm(x)
 
 
 class SinkToken(nn.Module):

@@ -18,6 +18,11 @@ from qkv.scores import Dot
 
 M = TypeVar("M", bound=nn.Module)
 ACTIVATIONS: dict[Any, str] = {F.relu: "relu", F.gelu: "gelu"}
+BLOCK = {
+    "feed_forward.up": "linear1", "feed_forward.down": "linear2", "attention_norm": "norm1",
+    "feed_forward_norm": "norm2",
+}  # fmt: skip
+"""Layers of a `TransformerBlock`, and of torch's, with the same weights."""
 
 
 @overload
@@ -151,8 +156,8 @@ def _block_from_torch(theirs: nn.TransformerEncoderLayer) -> TransformerBlock:
         dropout=theirs.dropout1.p,
     )
     _like(ours, theirs)
-    for own, other in _block_parts(ours, theirs):
-        _copy(other, own)
+    for own, other in BLOCK.items():
+        _copy(theirs.get_submodule(other), ours.get_submodule(own))
     return ours
 
 
@@ -181,20 +186,9 @@ def _block_to_torch(ours: TransformerBlock) -> nn.TransformerEncoderLayer:
     )
     _like(theirs, ours)
     theirs.self_attn = _attention_to_torch(ours.attention)
-    for own, other in _block_parts(ours, theirs):
-        _copy(own, other)
+    for own, other in BLOCK.items():
+        _copy(ours.get_submodule(own), theirs.get_submodule(other))
     return theirs
-
-
-def _block_parts(ours: TransformerBlock, theirs: nn.TransformerEncoderLayer) -> list[tuple[nn.Module, nn.Module]]:
-    layer = ours.feed_forward
-    assert isinstance(layer, FeedForward)
-    return [
-        (layer.up, theirs.linear1),
-        (layer.down, theirs.linear2),
-        (ours.attention_norm, theirs.norm1),
-        (ours.feed_forward_norm, theirs.norm2),
-    ]
 
 
 def _copy(source: nn.Module, target: nn.Module) -> None:

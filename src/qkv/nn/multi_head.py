@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkv._contract import Definition, learned_tensors
+from qkv._contract import Definition, learned_tensors, with_attributes
 from qkv.attention import Attention, compute
 from qkv.compat import INPUTS, SIZES, renamed, with_blocked
 from qkv.engine import as_mask
@@ -125,9 +124,7 @@ def _with(x: Any, place: Path, value: Tensor) -> Any:
         return value
     first, rest = place[0], place[1:]
     if isinstance(first, str):
-        changed = copy(x)
-        object.__setattr__(changed, first, _with(getattr(x, first), rest, value))
-        return changed
+        return with_attributes(x, **{first: _with(getattr(x, first), rest, value)})
     return (*x[:first], _with(x[first], rest, value), *x[first + 1 :])
 
 
@@ -307,10 +304,8 @@ class MultiHeadAttention(nn.Module):
             x, context = renamed("MultiHeadAttention", other_names, INPUTS, {"x": x, "context": context})
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.d_model:
             raise InputError(f"x is {kind_of(x)}, expected (batch, length, d_model = {self.d_model})")
-        if need_weights is not None and return_weights:
-            raise InputError("need_weights and return_weights are both passed, expected one of them")
-        if need_weights is not None and return_statistics:
-            raise InputError("need_weights is passed with return_statistics, expected return_weights")
+        if need_weights is not None and (return_weights or return_statistics):
+            raise InputError("need_weights is passed with return_weights or return_statistics, expected only these")
         if need_weights is None and not average_attn_weights:
             raise InputError("average_attn_weights is False without need_weights, expected need_weights=True")
         if context is x and (value is None or value is x):
