@@ -31,7 +31,15 @@ class Registry:
 
         Nothing is imported.
         """
-        return (*self.built_in, *self._registered())
+        registered = self._registered()
+        for name, found in registered.items():
+            if name in self.built_in:
+                raise InputError(
+                    f"{self.kind} {name!r} of the installed package {_package(found[0])} has the name of a built-in "
+                    f"{self.kind}, expected another name; uninstall the package or rename its entry point"
+                )
+            self._only(name, found)
+        return (*self.built_in, *registered)
 
     def load(self, name: str) -> type[Any]:
         """The class of a name."""
@@ -45,7 +53,7 @@ class Registry:
             if not names:
                 raise InputError(f"{self.kind} is {name!r}, but no installed package registers one in {self.group}")
             raise InputError(f"{self.kind} is {name!r}, expected one of {', '.join(names)}{nearest(name, names)}")
-        entry = registered[name]
+        entry = self._only(name, registered[name])
         about = f"{self.kind} {name!r} of the installed package {_package(entry)}"
         try:
             found: type[Any] = entry.load()
@@ -59,20 +67,21 @@ class Registry:
             raise InputError(f"{about} cannot be used: {entry.value} {problem}")
         return found
 
-    def _registered(self) -> dict[str, EntryPoint]:
-        """The entry points of installed packages, by name; each name has one package, and no built-in class."""
-        registered: dict[str, EntryPoint] = {}
-        for entry in sorted(entry_points(group=self.group), key=lambda entry: (entry.name, _package(entry))):
-            about = f"{self.kind} {entry.name!r}"
-            if entry.name in self.built_in:
-                raise InputError(
-                    f"{about} of the installed package {_package(entry)} has the name of a built-in {self.kind}, "
-                    "expected another name; uninstall the package or rename its entry point"
-                )
-            if (other := registered.setdefault(entry.name, entry)) is not entry:
-                packages = f"{_package(other)} and {_package(entry)}"
-                raise InputError(f"{about} is registered by {packages}, expected one package; uninstall another")
-        return registered
+    def _registered(self) -> dict[str, list[EntryPoint]]:
+        """The entry points of installed packages, by name."""
+        by_name: dict[str, list[EntryPoint]] = {}
+        for entry in sorted(entry_points(group=self.group), key=lambda entry: entry.name):
+            by_name.setdefault(entry.name, []).append(entry)
+        return by_name
+
+    def _only(self, name: str, found: list[EntryPoint]) -> EntryPoint:
+        """The entry point of a name; `InputError` if several packages register it."""
+        if len(found) > 1:
+            packages = " and ".join(sorted(map(_package, found)))
+            raise InputError(
+                f"{self.kind} {name!r} is registered by {packages}, expected one package; uninstall another"
+            )
+        return found[0]
 
 
 def _package(entry: EntryPoint) -> str:
