@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qkv.cache import Cache
+from qkv.compat import with_blocked
 from qkv.errors import InputError, at_least_one, one_of
 from qkv.masks import Mask
 from qkv.nn.multi_head import KeysValues, MultiHeadAttention
@@ -130,9 +132,13 @@ class TransformerBlock(nn.Module):
         memory: Float[Tensor, "b m d_context"] | None = None,
         *,
         keys_values: KeysValues | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None,
+        blocked: Bool[Tensor, "..."] | None = None,
         memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False,
+        positions: Int[Tensor, "..."] | None = None,
+        cache: Cache | None = None,
         return_weights: bool = False,
-        **options: Any,
     ) -> Tensor | Any:
         """One layer.
 
@@ -140,11 +146,14 @@ class TransformerBlock(nn.Module):
             x: the tokens.
             memory: the sequence to which `cross` attends.
             keys_values: the result of ``cross.keys_values(memory)``, instead of the memory.
-            memory_mask: True where a token may attend to a token of the memory.
+            mask: True where a token may attend to a token; combined with the mask of the composition by AND.
+            blocked: a mask in the other convention, True where a token may *not* attend to a token.
+            memory_mask: as `mask`, for the memory.
+            is_causal: mask later tokens, too.
+            positions: positions of the tokens, for rotary positions.
+            cache: keys and values of earlier tokens.
             return_weights: also return the weights of every head; memory is then quadratic in the length. They are
                 differentiable, and include dropout in training.
-            **options: arguments of the self-attention, a `MultiHeadAttention`: `mask` or `blocked`, `is_causal`,
-                `positions`, `cache`.
 
         Returns:
             ``out`` (b, n, d_model); or ``(out, weights)`` with weights (b, h, n, n), which a block with
@@ -168,7 +177,10 @@ class TransformerBlock(nn.Module):
 
         weights: list[Tensor] = []
         requests: dict[str, Any] = {"return_weights": True} if return_weights else {}
-        x = self._residual(x, self.attention_norm, self.attention, weights, **options, **requests)
+        own = {"mask": with_blocked(mask, blocked), "positions": positions, "cache": cache, **requests}
+        if is_causal:
+            own["is_causal"] = True
+        x = self._residual(x, self.attention_norm, self.attention, weights, **own)
         if self.cross is not None and self.cross_norm is not None:
             of_memory = {"context": memory, "keys_values": keys_values, "mask": memory_mask}
             x = self._residual(x, self.cross_norm, self.cross, weights, **of_memory, **requests)
