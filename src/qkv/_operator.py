@@ -7,6 +7,8 @@ gradient, so torch.compile and torch.export keep it in one graph. The first use 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,13 +85,26 @@ def attention_gradients(
             q, _ = zero_masked_nonfinite(q, k[:, :, :0], call.mask, call.grid, call.normalizer)
             call = _call(q, *arguments[1:])
         names = {"q", "k", "v", "sink"} - ({"sink"} if sink is None else set())
-        gradients = (native if by_library else tiled).gradients(call, Partial(out, lse), grad, grad_lse, names)
+        with _autograd():
+            gradients = (native if by_library else tiled).gradients(call, Partial(out, lse), grad, grad_lse, names)
         inputs = {"q": q, "k": k, "v": v, "sink": q.new_empty(0) if sink is None else sink}
         dq, dk, dv, dsink = (
             gradients[name].to(x.dtype).reshape(x.shape).contiguous() if name in gradients else x
             for name, x in inputs.items()
         )
         return dq, dk, dv, dsink
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Let autograd run inside an operator, where torch excludes it: the tiled kernel finds its gradients by it."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
 @attention_gradients.register_fake

@@ -227,7 +227,7 @@ class TensorBias(SingleTensorBias):
     def _pairs(self) -> Float[Tensor, "#b #h #nq #nk"]:
         return self.tensor[(None,) * (4 - self.tensor.ndim)]
 
-    def bound(self, q: Tensor, grid: Grid, scale: float) -> TensorBias:
+    def bind(self, q: Tensor, grid: Grid, scale: float) -> TensorBias:
         bound = copy(self)  # of a subclass, too
         object.__setattr__(bound, "tensor", self._pairs)
         return bound

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.errors import InputError
-from qkv.normalizers import Normalizer, Pointwise, Scores, SumToOne, checked_shape, unmasked, weights_of
+from qkv.normalizers import Normalizer, Scores, SumToOne, checked_shape, unmasked, weights_of
 
 PerRow = Float[Tensor, "*n"]
 
@@ -31,7 +31,7 @@ FARTHEST = 1e12  # largest distance of the level from the largest score, in unit
 def level_of_rows(normalizer: Normalizer, scores: Scores) -> PerRow:
     """Return the level of whole rows, −inf where masked and with a sink as one more score; 0 for fully masked rows.
 
-    Not differentiable; see `differentiable_level`.
+    Not differentiable; see `solved_weights`.
     """
     with torch.no_grad():
         if overrides(normalizer, SumToOne, "level_of"):
@@ -159,69 +159,87 @@ def raise_no_level(normalizer: Normalizer, top: PerRow, level: PerRow, total: Pe
     raise InputError(f"{name}: weight does not sum to 1 over the keys of a query at any level; is it continuous?")
 
 
-def differentiable_level(normalizer: Normalizer, scores: Scores, learned: Mapping[str, Tensor]) -> PerRow:
-    """Return `level_of_rows` with gradients for the scores and learned tensors, by the implicit function theorem."""
-    if not (torch.is_grad_enabled() and (scores.requires_grad or learned)):
-        return level_of_rows(normalizer, scores)
-    return _Level.apply(normalizer, scores, *learned.values())
+def solved_weights(
+    normalizer: Normalizer, scores: Scores, learned: Mapping[str, Tensor], level: PerRow | None = None
+) -> tuple[Scores, PerRow]:
+    """Return the weights of whole rows, and their level, found if it is not known; −inf where masked.
+
+    Differentiable in the scores and learned tensors, by the implicit function theorem.
+    """
+    if torch.is_grad_enabled() and (scores.requires_grad or learned):
+        weights, level = _Solved.apply(normalizer, level, scores, *learned.values())
+        return weights, level
+    if level is None and not overrides(normalizer, SumToOne, "level_of"):
+        level, weights = search_level(normalizer, scores)
+        return weights, level
+    level = level_of_rows(normalizer, scores) if level is None else level
+    return weights_of(normalizer, scores, level), level
 
 
-class _Level(torch.autograd.Function):
-    """From Σ w(s, level) = 1: d level = −(Σ ∂w/∂s ds) / (Σ ∂w/∂level)."""
+class _Solved(torch.autograd.Function):
+    """From Σ w(s, level) = 1: d level = (Σ ∂w/∂s ds) / (Σ −∂w/∂level)."""
 
     @staticmethod
-    def forward(ctx: Any, normalizer: Normalizer, scores: Tensor, *learned: Tensor) -> Tensor:
-        level = level_of_rows(normalizer, scores)
-        ctx.save_for_backward(scores, level, *learned)
-        ctx.normalizer = normalizer
-        return level
+    def forward(
+        ctx: Any, normalizer: Normalizer, level: Tensor | None, scores: Tensor, *learned: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        level = level_of_rows(normalizer, scores) if level is None else level.clone()
+        ctx.normalizer, ctx.recorded = normalizer, None
+        if _by_difference(normalizer):
+            weights = weights_of(normalizer, scores, level)
+        else:
+            ctx.recorded = _recorded(normalizer, scores.detach(), level[..., None].expand_as(scores).detach())
+            weights = ctx.recorded[2].detach()
+        ctx.save_for_backward(scores, weights, level, *learned)
+        return weights, level
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scores, level, *learned = ctx.saved_tensors
-        again = torch.is_grad_enabled()
+    def backward(ctx: Any, grad: Tensor, grad_level: Tensor) -> tuple[Tensor | None, ...]:
+        scores, weights, level, *learned = ctx.saved_tensors
+        normalizer, again, recorded = ctx.normalizer, torch.is_grad_enabled(), ctx.recorded
         if again and learned:
             raise InputError(
-                f"{type(ctx.normalizer).__name__}: create_graph is True, but a SumToOne normalizer with learned "
+                f"{type(normalizer).__name__}: create_graph is True, but a SumToOne normalizer with learned "
                 "tensors has no second derivatives; expected create_graph=False"
             )
-        with torch.enable_grad():
-            # Aliases give partial derivatives, since the level also depends on the scores.
-            s, at = (x.view_as(x) if again else x.detach().requires_grad_() for x in (scores, level))
-            if not s.requires_grad:
-                s = s.detach().requires_grad_()
-            total = weights_of(ctx.normalizer, s, at).sum(-1)
-            (falls,) = torch.autograd.grad(total.sum(), at, create_graph=again, retain_graph=True)
-            factor = torch.where(falls == 0, 0.0, -grad / torch.where(falls == 0, 1.0, falls))
-            gradients = torch.autograd.grad(total, (s, *learned), factor, create_graph=again, allow_unused=True)
-        return None, *gradients
+
+        def of_weights(falls: Tensor) -> Tensor:
+            """Return the gradient of each weight at a fixed level, minus that through the level."""
+            total = falls.sum(-1)
+            inner = ((grad * falls).sum(-1) - grad_level) / torch.where(total == 0, 1.0, total)
+            return grad - inner.masked_fill(total == 0, 0)[..., None]
+
+        if not again and recorded is None:
+            falls = normalizer.slope_from_weights(weights)
+            return None, None, falls * of_weights(falls)
+        if again:  # aliases give partial derivatives, since the level also depends on the scores
+            recorded = _recorded(normalizer, scores.view_as(scores), level[..., None].expand_as(scores))
+        s, at, weights = recorded
+        ones = torch.ones_like(weights)
+        (slopes,) = torch.autograd.grad(weights, at, ones, create_graph=again, retain_graph=True)
+        gradients = torch.autograd.grad(
+            weights, (s, *learned), of_weights(-slopes), create_graph=again, retain_graph=True, allow_unused=True
+        )
+        return None, None, *gradients
 
 
-CACHED = 2**17  # scores per call of a weight function, so that its temporaries fit in cache
+@torch.enable_grad()
+def _recorded(normalizer: Normalizer, scores: Tensor, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scores and levels that require gradients, and their weights."""
+    scores, level = (x if x.requires_grad else x.detach().requires_grad_() for x in (scores, level))
+    masked = scores == -torch.inf
+    return scores, level, normalizer.weigh(unmasked(scores, masked, level), level).masked_fill(masked, 0)
 
 
-def pointwise(normalizer: Pointwise, scores: Tensor) -> Tensor:
-    """Return weights of a tile, which overwrite its scores."""
-    rows = max(1, CACHED * scores.shape[-2] // scores.numel())
-    for some in scores.split(rows, -2):
-        some.copy_(checked_shape(normalizer, normalizer.weight(some), some))
-    return scores
-
-
-def solve_rows(normalizer: Normalizer, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the level of whole rows with an optional sink, and the weights of the scores without the sink."""
-    with_sink = scores if sink is None else torch.cat([scores, sink[..., None]], -1)
-    if overrides(normalizer, SumToOne, "level_of"):
-        level = level_of_rows(normalizer, with_sink)
-        return level, weights_of(normalizer, scores, level)
-    level, weights = search_level(normalizer, with_sink)
-    return level, weights if sink is None else weights[..., :-1]
+def _by_difference(normalizer: Normalizer) -> bool:
+    """Return whether a weight depends on score − level alone, and its derivative is known from the weight."""
+    return overrides(normalizer, SumToOne, "slope_from_weights") and not normalizer.tensors()
 
 
 def level_slopes(normalizer: Normalizer, scores: Tensor, level: Tensor, weights: Tensor) -> Tensor:
     """Return −∂ weight / ∂ level of whole rows; 0 for scores of −inf."""
-    if overrides(normalizer, SumToOne, "slope_from_weights") and not normalizer.tensors():
-        return normalizer.slope_from_weights(weights)  # such weights depend on score − level
+    if _by_difference(normalizer):
+        return normalizer.slope_from_weights(weights)
     masked = scores == -torch.inf
     with torch.enable_grad():
         at = level[..., None].expand_as(scores).contiguous().requires_grad_()
@@ -241,41 +259,3 @@ def sink_slope(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:
     """Return −∂ weight / ∂ level of a sink at the level of each row."""
     weight = sink_weight(normalizer, sink, level)
     return level_slopes(normalizer, sink.expand_as(level)[..., None], level, weight[..., None])[..., 0]
-
-
-class TileWeights:
-    """The weights of one tile, and then the vector-Jacobian product from weights to scores, at a fixed level.
-
-    Uses a normalizer's shortcut if it has one, else autograd on its definition.
-    """
-
-    def __init__(self, normalizer: Normalizer, learned: list[Tensor]) -> None:
-        self.normalizer, self.learned = normalizer, learned
-        self.shortcut = overrides(normalizer, SumToOne, "slope_from_weights") and not normalizer.tensors()
-        self.evaluated: tuple[Tensor, Tensor] | Tensor
-
-    def weights(self, scores: Tensor, level: Tensor | None, masked: Tensor | None) -> Tensor:
-        """Return weights of scores at the level of their rows, 0 where masked."""
-        normalizer, row = self.normalizer, None if level is None else level[..., None]
-        if self.shortcut:
-            weights = normalizer.weigh(scores, row)
-            self.evaluated = weights if masked is None else weights.masked_fill_(masked, 0)
-            return self.evaluated
-        s = (scores if masked is None else unmasked(scores, masked, row)).detach().requires_grad_()
-        with torch.enable_grad():
-            weights = checked_shape(normalizer, normalizer.weigh(s, row), s)
-        self.evaluated = s, weights
-        return weights.detach() if masked is None else weights.detach().masked_fill(masked, 0)
-
-    def slopes(self, grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Return gradients of the scores and learned tensors from those of the weights, which must be 0 where masked.
-
-        May overwrite `grad`.
-        """
-        if not isinstance(self.evaluated, tuple):
-            return grad.mul_(self.normalizer.slope_from_weights(self.evaluated)), [None] * len(self.learned)
-        s, weights = self.evaluated
-        if not weights.requires_grad:
-            return torch.zeros_like(s), [None] * len(self.learned)
-        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(weights, (s, *self.learned), grad, allow_unused=True)
-        return torch.zeros_like(s) if gradients[0] is None else gradients[0], list(gradients[1:])

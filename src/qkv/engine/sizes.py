@@ -24,10 +24,10 @@ class Sizes:
     heads: int
     """Query heads per tile. On CPU, a tile of all these heads should fit in cache."""
     pairs: int
-    """Largest intermediate of a pairwise score on one tile, in elements; tiles are made smaller to respect it. Tiles of
-    a fixed size may have four times as many, and compute the score in chunks of rows."""
+    """Largest intermediate of a pairwise score in a block of whole rows, in elements. Tiles of a fixed size may have
+    four times as many, and compute the score in chunks of rows."""
     panel: int
-    """Scores per panel of whole rows, for normalizers that are solved on whole rows."""
+    """Scores of a block of whole rows."""
     picture: tuple[int, int]
     """Queries and keys per tile of one head, for attention maps."""
     few_scores: int = 2**14
@@ -36,7 +36,7 @@ class Sizes:
 
 # On CUDA a kernel launch costs more than a small tile, so tiles are large. (These sizes have not been tuned on a GPU.)
 BY_DEVICE = {
-    "cpu": Sizes(tile=256, heads=12, pairs=2**20, panel=2**20, picture=(128, 1024)),
+    "cpu": Sizes(tile=256, heads=12, pairs=2**20, panel=2**19, picture=(128, 1024)),
     "cuda": Sizes(tile=1024, heads=16, pairs=2**24, panel=2**25, picture=(1024, 4096)),
 }
 

@@ -1,26 +1,25 @@
-"""The tiles of a score matrix: their block status, scores and weights, the noise of dropout, and the loop over them.
+"""The tiles of a score matrix: their block status, scores and weights, and the noise of dropout.
 
-Attention and its backward, statistics, attention maps, products with the weights and the search for a row's level are
-all reducers over the same tiles. Empty tiles are skipped, and several heads are computed together.
+Attention and its gradients (`qkv.engine.rows`), statistics and attention maps all take their scores from the same
+tiles. Empty tiles are skipped, and several heads are computed together.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from copy import copy
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from cachetools import LRUCache
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv.biases import Bias
-from qkv.engine.call import Call, RowState, along, at_least_float32
+from qkv.biases import AdditiveBias, Bias
+from qkv.engine.call import Call, RowState, at_least_float32, user_defined
 from qkv.engine.sizes import readable, sizes
 from qkv.engine.transforms import transforming
 from qkv.errors import InputError
@@ -71,198 +70,8 @@ def _other_tensors() -> bool:
 MASKED_SCORE = -1e30  # score of a masked pair: exp of it is 0, and 0 times it is 0 (0 · −inf would be NaN)
 
 
-class ScoreTiles:
-    """Tiles of the score matrix of some heads of a call, in float32 or better; the whole matrix is never formed.
-
-    Query heads that share a key head are folded into the rows of one matrix product, so a tile is one batched product
-    for any grouping, and keys are not repeated.
-    """
-
-    def __init__(self, call: Call, batch: slice = slice(None), key_heads: slice = slice(None)) -> None:
-        self.call = call
-        self.dtype = at_least_float32(call.q.dtype)
-        self.group = call.q.shape[1] // call.k.shape[1]
-        start, stop, _ = key_heads.indices(call.k.shape[1])
-        self.batch, self.heads, self.key_heads = batch, slice(start * self.group, stop * self.group), slice(start, stop)
-        q, k = call.q[batch, self.heads], call.k[batch, start:stop]
-        self.shape = q.shape[:2]  # (batch, query heads)
-        self.q = (q.to(self.dtype) * (call.scale if call.pairwise is None else 1)).reshape(-1, self.group, *q.shape[2:])
-        self.k = k.to(self.dtype).flatten(0, 1)
-        self.v = call.v[batch, start:stop].to(self.dtype).flatten(0, 1)
-        self._patterns: dict[tuple[int, int, int], Tensor] = {}
-
-    def of(self, x: Tensor | None) -> Tensor | None:
-        """Return the slice of x (b, h, …) for these batch items and heads; dimensions of size 1 broadcast."""
-        if x is None:
-            return None
-        return x[self.batch if len(x) > 1 else slice(None), self.heads if x.shape[1] > 1 else slice(None)]
-
-    def of_head(self, head: int) -> ScoreTiles:
-        """Return the score tiles of one query head, counted from the first of these heads."""
-        key_head, within = divmod(head, self.group)
-        b, key_heads = self.shape[0], self.shape[1] // self.group
-        one = copy(self)
-        one.group, one.shape = 1, torch.Size((b, 1))
-        one.heads = slice(self.heads.start + head, self.heads.start + head + 1)
-        one.key_heads = slice(self.key_heads.start + key_head, self.key_heads.start + key_head + 1)
-        one.q, one.k, one.v = (
-            self.q[key_head::key_heads, within : within + 1],
-            self.k[key_head::key_heads],
-            self.v[key_head::key_heads],
-        )
-        one._patterns = {}
-        return one
-
-    def region(self, rows: slice, columns: slice) -> Region:
-        return Region(rows, columns, self.batch, self.heads, self.call.grid.offset, self.call.q.device)
-
-    @property
-    def linear(self) -> bool:
-        """Whether the final scores are a plain matrix product, without biases."""
-        return self.call.pairwise is None and not self.call.biases
-
-    def with_all_heads(self, method: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Call a user-defined method on tiles (b, h, …) of all query heads, and return its result for these heads.
-
-        Tiles of the missing heads are filled with those of the first head present.
-        """
-        heads = self.call.q.shape[1]
-        if self.shape[1] == heads:
-            return method(*tensors)
-        index = torch.zeros(heads, dtype=torch.long, device=self.q.device)
-        index[self.heads] = torch.arange(self.shape[1], device=self.q.device)
-        return method(*(x[:, index] for x in tensors))[:, self.heads]
-
-    def queries_and_keys(
-        self, rows: slice, columns: slice
-    ) -> tuple[Float[Tensor, "b h q d"], Float[Tensor, "b h k d"]]:
-        """Return queries and keys of a tile for a pairwise score; keys of grouped heads are repeated."""
-        q, k = self.q[:, :, rows], self.k[:, None, columns].expand(-1, self.group, -1, -1)
-        return q.reshape(*self.shape, *q.shape[2:]), k.reshape(*self.shape, *k.shape[2:])
-
-    def product(self, rows: slice, columns: slice, out: Tensor | None = None) -> Scores:
-        """Return scale · q·k of the tile, or its pairwise scores, before any bias; `out` may hold a product."""
-        if self.call.pairwise is not None:
-            return self._pairwise(self.call.pairwise, rows, columns)
-        q, k = self.q[:, :, rows].flatten(1, 2), self.k[:, columns].transpose(1, 2)
-        if out is None:
-            return torch.bmm(q, k).view(*self.shape, rows.stop - rows.start, -1)
-        torch.bmm(q, k, out=out.view(len(k), -1, out.shape[3]))
-        return out
-
-    def _pairwise(self, score: Pairwise, rows: slice, columns: slice) -> Scores:
-        """Return pairwise scores of a tile, in chunks of rows to bound the memory of intermediates."""
-        heads = self.call.q.shape[1] if score.by_head else self.shape[1]
-        numbers = self.shape[0] * heads * (columns.stop - columns.start) * self.q.shape[3]
-        parts = []
-        for some in spans(rows.stop - rows.start, max(1, 4 * sizes(self.q.device).pairs // numbers)):
-            q, k = self.queries_and_keys(slice(rows.start + some.start, rows.start + some.stop), columns)
-            scores = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
-            expected = torch.Size((*q.shape[:3], k.shape[2]))
-            if not isinstance(scores, Tensor) or scores.shape != expected:
-                got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-                raise InputError(
-                    f"{type(score).__name__}: scores returned {got} for q {tuple(q.shape)} and k {tuple(k.shape)}, "
-                    f"expected {tuple(expected)}; a per-head parameter has shape (heads, 1, 1)"
-                )
-            parts.append(scores.to(self.dtype))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-    def apply(self, bias: Bias, scores: Scores, rows: slice, columns: slice) -> Scores:
-        """Apply one bias to the scores of a tile."""
-        region = self.region(rows, columns)
-        if not bias.by_head:
-            return bias.apply(scores, region)
-        region = replace(region, heads=slice(0, self.call.q.shape[1]))
-        biased = self.with_all_heads(lambda x: bias.apply(x, region), scores)
-        return checked_shape(bias, biased, scores, "apply")
-
-    def weights(self, scores: Scores, level: PerRow | None) -> Scores:
-        """Return weights of final scores by the normalizer's definition, 0 for scores of −inf; not yet divided."""
-        normalizer = self.call.normalizer
-        if not normalizer.by_head:
-            return weights_of(normalizer, scores, level)
-        if level is None:
-            return self.with_all_heads(lambda s: weights_of(normalizer, s, None), scores)
-        return self.with_all_heads(lambda s, at: weights_of(normalizer, s, at), scores, level)
-
-    def scores(self, rows: slice, columns: slice, out: Tensor | None = None) -> Scores:
-        """Return final scores of the tile: with biases, divided by the temperature, with the shift; not masked.
-
-        `out` may hold the products.
-        """
-        scores = self.product(rows, columns, out)
-        for bias in self.call.biases:
-            scores = self.apply(bias, scores, rows, columns)
-        if self.call.normalizer.temperature != 1 and not self.linear:
-            scores = scores / self.call.normalizer.temperature
-        if (shift := along(self.of(self.call.shift), rows)) is not None:
-            scores = scores + shift[..., None]
-        return scores
-
-    def log2_weights(self, rows: slice, columns: slice, lse: PerRow, out: Scores) -> Scores:
-        """Return log2 of the softmax weights, (final score − `lse`) / ln 2; not masked, in `out` if there is no bias.
-
-        Base 2 because torch's exp is MKL's, which on some processors takes several times as long as its exp2.
-        """
-        if not self.linear:
-            return self.scores(rows, columns).sub_(lse[..., None]).mul_(LOG2_E)
-        q = self.q[:, :, rows].flatten(1, 2)
-        folded = out.view(len(self.k), -1, out.shape[3])
-        lse = lse.reshape(*folded.shape[:2], 1)
-        keys = self.k[:, columns].transpose(1, 2)
-        torch.baddbmm(lse, q, keys, beta=-LOG2_E, alpha=LOG2_E, out=folded)
-        return out
-
-    def block_status(self, mask: Mask | None, size: int) -> list[list[int]]:
-        """Return the block status of each tile of `size` × `size`, over these heads."""
-        grid, of = self.call.grid, (self.batch.start, self.batch.stop, self.heads.start, self.heads.stop)
-
-        def status() -> list[list[int]]:
-            statuses = block_status(mask, Tiles.of(grid, size, size), grid)
-            statuses = Region(slice(None), slice(None), self.batch, self.heads).of(statuses)
-            low, high = statuses.amin((0, 1)), statuses.amax((0, 1))
-            return torch.where(low == high, low, PARTIAL).tolist()
-
-        tiles = -(-grid.n_queries // size) * -(-grid.n_keys // size)
-        if mask is None:
-            return status()
-        return cached_for_mask(mask, grid, ("status", size, of), status, lambda _: 8 * tiles)
-
-    def masked(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
-        """Return which pairs of a tile are masked; the pattern of a band depends on the offset alone, and is cached."""
-        mask = self.call.mask
-        assert mask is not None
-        key = (rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start)
-        if key in self._patterns:
-            return self._patterns[key]
-
-        def masked() -> Tensor:
-            return ~mask.visible(self.region(rows, columns), self.call.grid)
-
-        if mask.band is None:
-            return masked()
-        pattern = cached_for_mask(mask, self.call.grid, ("masked", *key), masked, lambda x: x.nbytes)
-        self._patterns[key] = pattern
-        return pattern
-
-    def weigh(self, weights: Scores, v: Float[Tensor, "n k d"]) -> Float[Tensor, "b h q d"]:
-        """Return weights @ v, where v has its batch and key heads folded: (b · key heads, k, d)."""
-        folded = weights.reshape(len(v), -1, weights.shape[3])
-        return torch.bmm(folded, v).view(*weights.shape[:3], -1)
-
-
-def heads_together(call: Call, most: int) -> int:
-    """Return key heads per group: those of `most` query heads, or all if a user-defined method needs all heads."""
-    return call.k.shape[1] if call.by_head else max(1, most // (call.q.shape[1] // call.k.shape[1]))
-
-
-def zero_masked_keys(
-    x: Float[Tensor, "b h k d"], visible: Bool[Tensor, "b2 h2 q k"] | None
-) -> Float[Tensor, "b h k d"]:
+def zero_masked_keys(x: Float[Tensor, "b h k d"], visible: Bool[Tensor, "b2 h2 q k"]) -> Float[Tensor, "b h k d"]:
     """Zero keys or values that are masked for all queries that share them, so that NaN in padding cannot spread."""
-    if visible is None:
-        return x
     used = visible.any(2)
     masked = ~(used if used.shape[1] == 1 else used.unflatten(1, (x.shape[1], -1)).any(2))
     return x if readable(x) and not masked.any() else x.masked_fill(masked[..., None], 0)
@@ -280,69 +89,261 @@ def block_status(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b 
     return mask.classify(tiles, grid)
 
 
-def spans(length: int, size: int) -> Iterator[slice]:
-    """Return consecutive slices of `size` that cover `length`; the last may be shorter."""
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+def spans(length: int, size: int, start: int = 0) -> Iterator[slice]:
+    """Return consecutive slices of `size` from `start` to `length`; the last may be shorter."""
+    return (slice(first, min(first + size, length)) for first in range(start, length, size))
 
 
-class WeightTiles:
-    """Tiles of the weight matrix of the heads of `tiles`; the whole matrix is never formed.
+def overwrites() -> bool:
+    """Return whether results may overwrite their inputs: autograd and tracing record none of them."""
+    return not torch.is_grad_enabled() and not torch._C._is_tracing()
 
-    `rows` is the state of all rows of the call. Queries that are not True in `queries` have weights of 0.
+
+class Leaves:
+    """Slices of a call's tensors as leaves of autograd, whose gradients are added to sums of the shapes of the tensors.
+
+    `call` is the call to make tiles of. `totals` are the sums, in float32 or better, of the tensors that are `wanted`.
     """
 
-    def __init__(self, tiles: ScoreTiles, rows: RowState, queries: Bool[Tensor, "b nq"] | None = None) -> None:
-        self.tiles = tiles
-        here = (tiles.batch, tiles.heads)
-        self.level, self.total, self.chosen = (
-            None if x is None else x[here] for x in (rows.level, rows.total, rows.chosen)
-        )
-        self.uncounted = None if queries is None else ~queries[tiles.batch, None]
-        if tiles.call.normalizer.has_lse:
-            # exp(score − ∞) = 0 gives fully masked and excluded queries zero weights. (Finite, because 0 · ∞ is NaN.)
-            assert self.level is not None
-            empty = self.level == -torch.inf
-            empty = empty if self.uncounted is None else empty | self.uncounted
-            self.level = self.level.masked_fill(empty, -MASKED_SCORE)
+    SLICED = ("q", "k", "v", "sink", "shift")
+    """The tensors of which a tile takes a slice; of an additive bias it takes the tile."""
 
-    def fill(
-        self, rows: slice, columns: slice, masked: Bool[Tensor, "#b #h q k"] | None, out: Scores, scratch: Scores
-    ) -> Scores | None:
-        """Write the weights of a tile to `out`; `masked` are its masked pairs, None if all are visible.
+    def __init__(self, call: Call, wanted: set[str]) -> None:
+        wide, named = at_least_float32(call.q.dtype), call.tensors()
+        self.totals = {name: torch.zeros_like(x, dtype=wide) for name, x in named.items() if name in wanted}
+        tiled = {f"bias {i} tensor" for i, bias in enumerate(call.biases) if adds_gradient(bias)}
+        whole = self.totals.keys() - tiled - {*self.SLICED}
+        self.call = call.with_tensors({name: named[name].detach().requires_grad_() for name in whole})
+        if call.pairwise is not None and not user_defined(call.pairwise):
+            # In half precision, the gradients of blocks would be rounded before they are added up.
+            inside = {name: named[name].detach().to(wide).requires_grad_() for name in whole if "score " in name}
+            score: Any = call.pairwise
+            score = replace(score, **{name.removeprefix("score "): x for name, x in inside.items()})
+            self.call = replace(self.call, pairwise=score, learned=self.call.learned | inside)
+        named = self.call.tensors()
+        self._whole = [(named[name], self.totals[name].add_) for name in whole]
+        self._slices: list[tuple[Tensor, Callable[[Tensor], object]]] = []
 
-        Returns log2 of the weights for softmax (a view of `scratch` if possible), else None.
-        """
-        if not self.tiles.call.normalizer.has_lse:
-            self._fill_by_definition(rows, columns, masked, out)
+    def leaf(self, x: Tensor, add: Callable[[Tensor], object]) -> Tensor:
+        """Return x as a leaf; `add` gets its gradient."""
+        leaf = x.detach().requires_grad_()
+        self._slices.append((leaf, add))
+        return leaf
+
+    def backward(self, *results: tuple[Tensor | None, Tensor | None]) -> None:
+        """Add the gradients of all leaves, given results with their gradients, and forget the slices."""
+        given = [(x, grad.to(x.dtype)) for x, grad in results if x is not None and grad is not None and x.requires_grad]
+        leaves = [*self._slices, *self._whole]
+        if given and leaves:
+            outputs, grads = zip(*given, strict=True)
+            gradients = torch.autograd.grad(outputs, [x for x, _ in leaves], grads, allow_unused=True)
+            for (_, add), gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None:
+                    add(gradient)
+        self._slices.clear()
+
+
+def adds_gradient(bias: Bias) -> bool:
+    """Return whether the gradient of a bias is added to a sum tile by tile, given that of its tile."""
+    return isinstance(bias, AdditiveBias) and bias.add_gradient is not None
+
+
+class Tile:
+    """A rectangle of the score matrix of some heads of a call: its scores and weights, in float32 or better.
+
+    Query heads that share a key head are folded into the rows of one matrix product, so a tile is one batched product
+    for any grouping, and keys are not repeated. With `leaves`, its results are differentiable in them.
+    """
+
+    def __init__(
+        self, call: Call, batch: slice, heads: slice, rows: slice, columns: slice, status: int = PARTIAL,
+        leaves: Leaves | None = None,
+    ) -> None:  # fmt: skip
+        """`heads` are query heads: all that share some key heads, or a single one."""
+        self.call, self.leaves, self.rows, self.columns, self.status = call, leaves, rows, columns, status
+        self.dtype = at_least_float32(call.q.dtype)
+        share = call.q.shape[1] // call.k.shape[1]
+        self.at = batch, heads, rows
+        self.at_keys = batch, slice(heads.start // share, -(-heads.stop // share)), columns
+        self.shape = tuple(x.stop - x.start for x in (batch, heads, rows, columns))
+        self.region = Region(rows, columns, batch, heads, call.grid.offset, call.q.device)
+
+    def part(self, name: str) -> Tensor | None:
+        """Return what the tile needs of a tensor of the call (b, h, n, …); dimensions of size 1 broadcast."""
+        x: Tensor | None = getattr(self.call, name)
+        if x is None:
             return None
-        tiles = self.tiles
-        assert self.level is not None
-        log2 = tiles.log2_weights(rows, columns, self.level[:, :, rows], out=scratch)
+        at = self.at_keys if name in ("k", "v") else self.at
+        slices = tuple(cut if size > 1 else slice(None) for cut, size in zip(at, x.shape, strict=False))
+        if self.leaves is None or name not in self.leaves.totals:
+            return x[slices]
+        return self.leaves.leaf(x[slices], self.leaves.totals[name][slices].add_)
+
+    @cached_property
+    def masked(self) -> Bool[Tensor, "#b #h q k"] | None:
+        """Which pairs are masked; None if all are visible. That of a whole call is kept."""
+        mask, grid = self.call.mask, self.call.grid
+        if self.status == FULL or mask is None:
+            return None
+
+        def masked() -> Tensor:
+            return ~mask.visible(self.region, grid)
+
+        if self.shape[2:] != (grid.n_queries, grid.n_keys):
+            return masked()
+        of = tuple((x.start, x.stop) for x in self.at[:2])
+        return cached_for_mask(mask, grid, ("masked", *of), masked, lambda x: x.nbytes)
+
+    def masked_for(self, queries: Bool[Tensor, "b nq"] | None) -> Bool[Tensor, "#b #h q k"] | None:
+        """Return which pairs are masked, or those of a query that does not count; None if there are none."""
+        if queries is None:
+            return self.masked
+        excluded = ~queries[self.at[0], None, self.rows, None]
+        return excluded.expand(-1, -1, -1, self.shape[3]) if self.masked is None else self.masked | excluded
+
+    @cached_property
+    def q(self) -> Float[Tensor, "b h q d"]:
+        """Queries; times the scale, if the score is a product."""
+        q = self.part("q").to(self.dtype)  # type: ignore[union-attr]
+        return q * self.call.scale if self.call.pairwise is None else q
+
+    @cached_property
+    def k(self) -> Float[Tensor, "b hkv k d"]:
+        """Keys, with zeros where masked for all queries unless all are finite."""
+        return self._without_masked("k")
+
+    @cached_property
+    def v(self) -> Float[Tensor, "n k dv"]:
+        """Values of all batch items and key heads in one dimension, likewise."""
+        return self._without_masked("v").flatten(0, 1)
+
+    def _without_masked(self, name: str) -> Tensor:
+        x, cache = self.part(name).to(self.dtype), vars(self.call)  # type: ignore[union-attr]
+        if self.masked is None:
+            return x
+        if "finite" not in cache:
+            cache["finite"] = not transforming() and all_finite(self.call.k, self.call.v)
+        return x if cache["finite"] else zero_masked_keys(x, ~self.masked)
+
+    def with_all_heads(self, method: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Call a user-defined method on tiles (b, h, …) of all query heads, and return its result for these heads.
+
+        Tiles of the missing heads are filled with those of the first head present.
+        """
+        heads = self.call.q.shape[1]
+        if self.shape[1] == heads:
+            return method(*tensors)
+        index = torch.zeros(heads, dtype=torch.long, device=self.q.device)
+        index[self.at[1]] = torch.arange(self.shape[1], device=self.q.device)
+        return method(*(x[:, index] for x in tensors))[:, self.at[1]]
+
+    @property
+    def linear(self) -> bool:
+        """Whether the final scores are a plain matrix product, without biases."""
+        return self.call.pairwise is None and not self.call.biases
+
+    def _factors(self) -> tuple[Float[Tensor, "n q d"], Float[Tensor, "n d k"]]:
+        """Return the factors of the batched product, with the heads of a group in the rows."""
+        k = self.k.flatten(0, 1)
+        return self.q.reshape(len(k), -1, k.shape[2]), k.mT
+
+    def product(self) -> Scores:
+        """Return scale · q·k of the tile, or its pairwise scores, before any bias."""
+        if self.call.pairwise is not None:
+            return self._pairwise(self.call.pairwise)
+        return torch.bmm(*self._factors()).view(self.shape)
+
+    def _pairwise(self, score: Pairwise) -> Scores:
+        """Return pairwise scores, in chunks of rows that bound the memory of intermediates."""
+        heads = self.call.q.shape[1] if score.by_head else self.shape[1]
+        numbers = self.shape[0] * heads * self.shape[3] * self.q.shape[3]
+        k, parts = self.k.repeat_interleave(self.shape[1] // self.k.shape[1], 1), []
+        for q in self.q.split(max(1, 4 * sizes(self.q.device).pairs // numbers), 2):
+            scores = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
+            expected = torch.Size((*q.shape[:3], k.shape[2]))
+            if not isinstance(scores, Tensor) or scores.shape != expected:
+                got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+                raise InputError(
+                    f"{type(score).__name__}: scores returned {got} for q {tuple(q.shape)} and k {tuple(k.shape)}, "
+                    f"expected {tuple(expected)}; a per-head parameter has shape (heads, 1, 1)"
+                )
+            parts.append(scores.to(self.dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _apply(self, i: int, bias: Bias, scores: Scores) -> Scores:
+        """Apply bias number i; it may overwrite the scores."""
+        if bias.by_head:
+            region = replace(self.region, heads=slice(0, self.call.q.shape[1]))
+            biased = self.with_all_heads(lambda x: bias.apply(x, region), scores)
+            return checked_shape(bias, biased, scores, "apply")
+        total = None if self.leaves is None else self.leaves.totals.get(f"bias {i} tensor")
+        if total is not None and isinstance(bias, AdditiveBias) and (add := bias.add_gradient) is not None:
+            return scores + self.leaves.leaf(bias.added(self.region).to(scores), lambda x: add(total, self.region, x))  # type: ignore[union-attr]
+        return bias.apply(scores, self.region)
+
+    def scores(self) -> Scores:
+        """Return final scores: with biases, divided by the temperature, with the shift; not masked."""
+        scores = self.product()
+        for i, bias in enumerate(self.call.biases):
+            scores = self._apply(i, bias, scores)
+        if self.call.normalizer.temperature != 1 and not self.linear:
+            scores = scores / self.call.normalizer.temperature
+        if (shift := self.part("shift")) is not None:
+            scores = scores.add_(shift[..., None]) if overwrites() else scores + shift[..., None]
+        return scores
+
+    def masked_scores(self) -> Scores:
+        """Return final scores, −inf where masked."""
+        scores = self.scores()
+        if self.masked is None:
+            return scores
+        fill = scores.masked_fill_ if overwrites() else scores.masked_fill
+        return fill(self.masked, -torch.inf)
+
+    def weigh(self, weights: Scores) -> Float[Tensor, "b h q dv"]:
+        """Return the values times these weights of the tile."""
+        folded = weights.reshape(len(self.v), -1, weights.shape[3])
+        return torch.bmm(folded, self.v).view(*weights.shape[:3], -1)
+
+    def weights(self, rows: RowState, queries: Bool[Tensor, "b nq"] | None = None) -> tuple[Scores, Scores | None]:
+        """Return final weights, given the state of all rows; and log2 of them for softmax, else None.
+
+        Queries that are not True in `queries` have weights of 0.
+        """
+        masked = self.masked_for(queries)
+        if not self.call.normalizer.has_lse:
+            return self._weights_by_definition(rows, masked), None
+        assert rows.level is not None
+        level = rows.level[self.at][..., None]
+        # exp(score − ∞) = 0 gives fully masked queries zero weights. (Finite, because 0 · ∞ is NaN.)
+        level = level.masked_fill(level == -torch.inf, -MASKED_SCORE)
+        if self.linear:  # in base 2, because torch's exp is MKL's, which on some processors is several times slower
+            q, k = self._factors()
+            log2 = torch.baddbmm(level.reshape(len(q), -1, 1), q, k, beta=-LOG2_E, alpha=LOG2_E).view(self.shape)
+        else:
+            log2 = self.scores().sub_(level).mul_(LOG2_E)
         if masked is not None:
             log2.masked_fill_(masked, MASKED_SCORE)
-        if not tiles.linear:
+        if not self.linear:
             log2.clamp_(min=MASKED_SCORE)  # a bias may also mask pairs, with −inf
-        torch.exp2(log2, out=out)
-        return log2
+        return torch.exp2(log2), log2
 
-    def _fill_by_definition(self, rows: slice, columns: slice, masked: Tensor | None, out: Tensor) -> None:
-        """Write the weights of any normalizer, by its definition, to `out`."""
-        tiles, call = self.tiles, self.tiles.call
-        if self.chosen is not None:
-            keys = call.grid.columns(columns.start, columns.stop)
-            out.copy_(keys == self.chosen[:, :, rows, None])
+    def _weights_by_definition(self, rows: RowState, masked: Tensor | None) -> Scores:
+        """Return the final weights of any normalizer, by its definition."""
+        call, normalizer = self.call, self.call.normalizer
+        if rows.chosen is not None:
+            keys = call.grid.columns(self.columns.start, self.columns.stop)
+            weights = (keys == rows.chosen[self.at][..., None]).to(self.dtype)
         else:
-            scores, divisor = tiles.scores(rows, columns), tiles.of(call.divisor)
-            if masked is not None:
-                scores = scores.masked_fill(masked, -torch.inf)  # masked scores may be NaN
-            out.copy_(tiles.weights(scores, None if self.level is None else self.level[:, :, rows]))
-            for by in (self.total, divisor):
-                if by is not None:
-                    out /= by[:, :, rows, None]
-        if masked is not None:
-            out.masked_fill_(masked, 0)
-        if self.uncounted is not None:
-            out.masked_fill_(self.uncounted[..., rows, None], 0)
+            tensors = (self.masked_scores(), *([] if rows.level is None else [rows.level[self.at]]))
+
+            def weigh(scores: Tensor, level: Tensor | None = None) -> Tensor:
+                return weights_of(normalizer, scores, level)
+
+            weights = self.with_all_heads(weigh, *tensors) if normalizer.by_head else weigh(*tensors)
+            for by in (None if rows.total is None else rows.total[self.at], self.part("divisor")):
+                weights = weights if by is None else weights / by[..., None]
+        return weights if masked is None else weights.masked_fill(masked, 0)
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
@@ -384,176 +385,46 @@ def gumbel(seed: int, region: Region, grid: Grid) -> Scores:
     return -torch.log(-torch.log(uniform(seed, region, grid)))
 
 
-# --- the loop over tiles ----------------------------------------------------------------------------------------------
+# --- the tiles of a call ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Some heads of a batch item or of a few, the tiling of their score matrix, and the block status of each tile."""
+def head_groups(call: Call, scores: int, most: int, *, batched: bool = True) -> Iterator[tuple[slice, slice]]:
+    """Yield batch items and query heads to compute together, each with `scores` scores, of which there may be `most`.
 
-    tiles: ScoreTiles
-    rows: list[slice]
-    columns: list[slice]
-    status: list[list[int]]
-
-    @cached_property
-    def finite(self) -> bool:
-        """Whether its keys and values are finite, so that no masked one can turn a sum into NaN."""
-        return all_finite(self.tiles.k, self.tiles.v)
-
-    def visible(self, x: Float[Tensor, "n k d"], masked: Bool[Tensor, "b h q k"]) -> Float[Tensor, "n k d"]:
-        """Return keys or values of a tile (key heads, k, d), with zeros where fully masked unless all are finite."""
-        if self.finite:
-            return x
-        return zero_masked_keys(x.unflatten(0, (self.tiles.shape[0], -1)), ~masked).flatten(0, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """A block of consecutive queries of a group, inside ``group.rows[index]``."""
-
-    group: Group
-    index: int
-    rows: slice
-
-    @property
-    def at(self) -> tuple[slice, slice, slice]:
-        """Index of its rows in a tensor (b, h, nq, …)."""
-        return self.group.tiles.batch, self.group.tiles.heads, self.rows
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(batch items, heads, queries)."""
-        return (*self.group.tiles.shape, self.rows.stop - self.rows.start)
-
-    @cached_property
-    def status(self) -> list[tuple[int, int]]:
-        """Index and block status of its non-empty tiles."""
-        return [(c, status) for c, status in enumerate(self.group.status[self.index]) if status != EMPTY]
-
-
-class Tile:
-    """One non-empty tile, with scratch buffers."""
-
-    __slots__ = ("_masked", "block", "columns", "group", "index", "rows", "shape", "space", "status")
-
-    def __init__(
-        self, block: Block, index: int, status: int, space: dict[tuple[str, torch.dtype, torch.device], Tensor]
-    ) -> None:
-        """`index` is that of its columns in the group, and `space` the memory of scratch buffers."""
-        self._masked: Tensor | None
-        self.block, self.group, self.index, self.space = block, block.group, index, space
-        self.rows, self.columns = block.rows, block.group.columns[index]
-        self.status, self._masked = status, None
-        self.shape = (*block.shape, self.columns.stop - self.columns.start)
-
-    @property
-    def region(self) -> Region:
-        return self.group.tiles.region(self.rows, self.columns)
-
-    def buffer(self, name: str) -> Float[Tensor, "b h q k"]:
-        """Return the scratch buffer of the tile's shape, which may hold old data; the next tile reuses it."""
-        like, size = self.group.tiles.k, math.prod(self.shape)
-        key = name, like.dtype, like.device
-        memory = self.space.get(key)
-        if memory is None or memory.numel() < size:
-            memory = self.space[key] = like.new_empty(size)
-        return memory[:size].view(self.shape)
-
-    def masked(self) -> Bool[Tensor, "#b #h q k"] | None:
-        """Return which pairs are masked; None if all are visible."""
-        if self._masked is None and self.status == PARTIAL:
-            self._masked = self.group.tiles.masked(self.rows, self.columns)
-        return self._masked
-
-    def scores(self) -> tuple[Float[Tensor, "b h q k"], Bool[Tensor, "#b #h q k"] | None]:
-        """Return final scores, which may be overwritten; and pairs masked, also by a −inf bias."""
-        scores = self.group.tiles.scores(self.rows, self.columns, self.buffer("scores"))
-        masked, call = self.masked(), self.group.tiles.call
-        if call.biases and not call.normalizer.zero_at_minus_infinity:
-            masked_by_bias = scores == -torch.inf
-            masked = masked_by_bias if masked is None else masked | masked_by_bias
-        return scores, masked
-
-    def weights(self, of_rows: WeightTiles) -> tuple[Float[Tensor, "b h q k"], Float[Tensor, "b h q k"] | None]:
-        """Return final weights; and log2 of them for softmax, else None. Both may be overwritten."""
-        weights, scratch = self.buffer("weights"), self.buffer("scores")
-        return weights, of_rows.fill(self.rows, self.columns, self.masked(), weights, scratch)
-
-
-State = TypeVar("State")
-
-
-class Reducer(Generic[State]):
-    """A computation over the tiles of a call. Subclasses implement `tile`; the other methods are optional.
-
-    For each group `start` is called, then for each block of queries `begin`, `tile` for each tile from left to right,
-    and `end`.
+    They are few items with all heads, one item with the heads of some key heads, or all heads of an item if a
+    user-defined method needs them. `batched` allows several items.
     """
-
-    def start(self, group: Group) -> None:
-        """Prepare what all blocks of a group share."""
-
-    def blocks(self, block: Block) -> Iterable[Block]:
-        """Split a block into smaller ones, if whole rows must fit in memory."""
-        return (block,)
-
-    def begin(self, block: Block) -> State:
-        """Return accumulators of a block of queries."""
-        return None  # type: ignore[return-value]
-
-    def tile(self, state: State, tile: Tile) -> None:
-        """Add a tile to the state of its block."""
-        raise NotImplementedError
-
-    def end(self, state: State) -> None:
-        """Finish a block after its last tile."""
+    (batch, heads, *_), key_heads = call.q.shape, call.k.shape[1]
+    at_once, share = max(1, most // scores), heads // key_heads
+    together = heads if call.by_head else min(heads, max(1, at_once // share) * share)
+    items = max(1, at_once // heads) if batched and together == heads else 1
+    for item in spans(batch, items):
+        yield from ((item, some) for some in spans(heads, together))
 
 
-@torch.no_grad()
-def reduce_tiles(groups: Iterable[Group], reducer: Reducer[Any]) -> None:
-    """Run a reducer over all tiles of the groups, without gradients."""
-    space: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-    for group in groups:
-        reducer.start(group)
-        for r, rows in enumerate(group.rows):
-            for block in reducer.blocks(Block(group, r, rows)):
-                state = reducer.begin(block)
-                for index, status in block.status:
-                    reducer.tile(state, Tile(block, index, status, space))
-                reducer.end(state)
+def status_of_tiles(call: Call, batch: slice, heads: slice, size: int) -> list[list[int]]:
+    """Return the block status of each tile of `size` × `size`, over these heads."""
+    grid, mask = call.grid, call.mask
+
+    def status() -> list[list[int]]:
+        every = Region(slice(None), slice(None), batch, heads).of(block_status(mask, Tiles.of(grid, size, size), grid))
+        low, high = every.amin((0, 1)), every.amax((0, 1))
+        return torch.where(low == high, low, PARTIAL).tolist()
+
+    if mask is None:
+        return status()
+    tiles = -(-grid.n_queries // size) * -(-grid.n_keys // size)
+    of = batch.start, batch.stop, heads.start, heads.stop
+    return cached_for_mask(mask, grid, ("status", size, of), status, lambda _: 8 * tiles)
 
 
-def groups(call: Call, size: int | None = None, *, batched: bool = False) -> Iterator[Group]:
-    """Yield the groups of heads of every batch item of a call, with tiles of `size` (by default `tile_size`).
-
-    `batched` allows groups of several batch items, for short sequences.
-    """
-    table, (batch, h, n_queries, _), (_, key_heads, n_keys, _) = sizes(call.q.device), call.q.shape, call.k.shape
-    together = heads_together(call, table.heads)
-    size = tile_size(call) if size is None else size
-    rows, columns, most = list(spans(n_queries, size)), list(spans(n_keys, size)), 1
-    if batched:  # as many items as fit into one tile of the table's size
-        scores = min(together, key_heads) * (h // key_heads) * min(n_queries, size) * min(n_keys, size)
-        most = max(1, table.heads * table.tile**2 // max(scores, 1))
-    for items in spans(batch, most):
-        for heads in spans(key_heads, together):
-            tiles = ScoreTiles(call, items, heads)
-            yield Group(tiles, rows, columns, tiles.block_status(call.mask, size))
-
-
-def tile_size(call: Call) -> int:
-    """Return the tile size for a call: the table's, or smaller for sparse masks and where tiles need more memory."""
-    table, (_, heads, n_queries, d), key_heads = sizes(call.q.device), call.q.shape, call.k.shape[1]
-    size, mask = table.tile, call.mask
-    if mask is not None and n_queries >= 4 * size:  # a quarter, if smaller tiles skip many more masked pairs
-        small = max(1, size // 4)
-        status = (mask.classify(Tiles.of(call.grid, n, n), call.grid) for n in (size, small))
-        computed, of_small = (float((x != EMPTY).double().mean()) for x in status)
-        size = small if of_small < 0.6 * computed else size
-    most = min(heads_together(call, table.heads) * (heads // key_heads), heads)
-    if call.by_head and most > table.heads:  # a tile of all heads should fit in cache, too
-        size = max(8, size // 2 ** math.ceil(math.log2(most / table.heads) / 2))
-    if call.pairwise is not None:
-        size = min(size, max(8, math.isqrt(table.pairs // (d * most))))
-    return size
+def tiles(call: Call, *, batched: bool = True) -> Iterator[Tile]:
+    """Yield the tiles of a call that are not empty, of the size in the table; `batched` as of `head_groups`."""
+    table, n_queries, n_keys = sizes(call.q.device), call.q.shape[2], call.k.shape[2]
+    scores = min(n_queries, table.tile) * min(n_keys, table.tile)
+    for batch, heads in head_groups(call, scores, table.heads * table.tile**2, batched=batched):
+        status = status_of_tiles(call, batch, heads, table.tile)
+        for rows, of_row in zip(spans(n_queries, table.tile), status, strict=True):
+            for columns, one in zip(spans(n_keys, table.tile), of_row, strict=True):
+                if one != EMPTY:
+                    yield Tile(call, batch, heads, rows, columns, one)

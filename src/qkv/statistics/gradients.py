@@ -1,122 +1,34 @@
-"""Gradients of statistics: through the weights of each tile, and through the normalizer's level.
+"""Gradients of statistics: autograd through their definitions, a block of whole rows at a time.
 
-A statistic is a function of the weights A, as the attention output is. With dA = ∂L/∂A, dS = A ∘ (dA − rowsum(A ∘ dA))
-for softmax, and similarly for other normalizers: the backward pass of attention with a different dA, which autograd
-finds for each tile through the definitions of the statistics. For softmax the row sums follow from the statistics
-themselves (the entropy contributes 0, because it does not change when a row is scaled), except for one product of the
-weights with the gradients of `received`.
+The native library computes those of a softmax of products on CPU in one pass, which also gives those of the output.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkv.engine.backward import RowSlopes, WeightGradients, add_sink_gradients, finite, zeros
 from qkv.engine.call import Call, Result, RowState, at_least_float32
-from qkv.engine.level import level_slopes, sink_slope
-from qkv.engine.tiles import Tile, groups, reduce_tiles, tile_size
+from qkv.engine.rows import Rows, attend_rows, row_blocks
+from qkv.engine.tiles import Leaves, Tile
 from qkv.engine.transforms import Results, differentiable_call, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
 from qkv.masks import Dense, Mask
 from qkv.native import binding
 from qkv.native.kernel import statistics_gradients
-from qkv.normalizers import SumToOne
-from qkv.statistics.base import FIELDS, Mass, Statistic, WeightTile
-from qkv.statistics.reduce import weights_matmul
+from qkv.statistics.base import FIELDS, Mass, WeightTile
 from qkv.statistics.result import Statistics
-
-OfQueries = Float[Tensor, "b h nq"]
-
-
-@dataclass(eq=False)
-class StatisticsGradients(WeightGradients):
-    """The reducer that adds the gradients of statistics to those of the call's tensors.
-
-    Each tile of ∂L/∂A is what autograd finds through the definitions of the statistics, plus a constant of the row.
-    """
-
-    call: Call
-    rows: RowState
-    slopes: Mapping[Statistic, Tensor]
-    """The statistics, and the gradients of their totals."""
-    constant: OfQueries
-    """Added to ∂L/∂A of every key."""
-    firsts: Sequence[int]
-    """The first key of the text of each batch item."""
-
-    def __post_init__(self) -> None:
-        divisors = [x for x in (self.rows.total, self.call.divisor) if x is not None]
-        self.divisor = math.prod(divisors[1:], start=divisors[0]).expand(self.call.q.shape[:3]) if divisors else None
-
-    def slope_at_weights(self, rows: RowSlopes, tile: Tile, weights: Tensor, masked: Tensor | None) -> Tensor:
-        batch, heads, queries = at = tile.block.at
-        divisor = None if self.divisor is None else self.divisor[at][..., None]
-        weights = weights if divisor is None else weights / divisor
-        constant = self.constant[at][..., None]
-        if not self.slopes:
-            return (constant if divisor is None else constant / divisor).expand_as(weights).clone()
-        with torch.enable_grad():
-            # The logarithm of a weight of 0 has no finite derivative.
-            leaf = weights.detach().clamp(min=torch.finfo(weights.dtype).tiny).requires_grad_()
-            visible = None if masked is None else ~masked
-            seen = WeightTile(leaf, tile.region, tile.group.tiles.call.grid, visible, None, self.firsts[batch.start])
-            parts = {s: s.added(seen) for s in self.slopes}
-            of = [self.slopes[s][batch, heads, queries if s.over == "query" else tile.columns] for s in parts]
-            (slope,) = torch.autograd.grad([*parts.values()], leaf, [x.double() for x in of])
-        slope = slope + constant
-        return slope if divisor is None else slope.div_(divisor)
-
-
-class LevelSlopes(StatisticsGradients):
-    """The effect of a row's level (threshold) on the gradient: the mean of ∂L/∂A, weighted by −∂A/∂level.
-
-    `sum` and `falls` are sums over keys, (b, h, nq), once all tiles have been added; `falls` is −∂A/∂level.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sum, self.falls = (self.call.q.new_zeros(self.call.q.shape[:3], dtype=torch.float64) for _ in range(2))
-
-    def tile(self, rows: RowSlopes, tile: Tile) -> None:
-        normalizer, weigh, at = tile.group.tiles.call.normalizer, rows.weigh, tile.block.at
-        assert rows.level is not None
-        weights, masked = self.weigh(rows, tile)
-        slope = self.slope_at_weights(rows, tile, weights, masked)
-        if isinstance(weigh.evaluated, tuple):
-            scores = weigh.evaluated[0].detach()
-            scores = scores if masked is None else scores.masked_fill(masked, -torch.inf)
-            falls = level_slopes(normalizer, scores, rows.level, weights)
-        else:
-            falls = normalizer.slope_from_weights(weights)
-            falls = falls if masked is None else falls.masked_fill(masked, 0)
-        slope = slope if masked is None else slope.masked_fill_(masked, 0)
-        self.falls[at] += falls.sum(-1)
-        self.sum[at] += slope.mul_(falls).sum(-1)
-
-    def mean(self, at_sink: OfQueries | None) -> OfQueries:
-        """Return the weighted mean, with a sink logit of gradient `at_sink`; 0 where no weight depends on the level."""
-        total, sum_ = self.falls, self.sum
-        if self.call.sink is not None:
-            assert self.level is not None
-            fall = sink_slope(self.call.normalizer, self.call.sink, self.level)
-            total = total + fall
-            sum_ = sum_ if at_sink is None else sum_ + fall * at_sink
-        return (sum_ / torch.where(total == 0, 1.0, total)).to(self.constant)
-
 
 DIFFERENTIABLE = (
     "entropy", "effective_keys", "distance", "sink", "self_", "previous", "next_", "sink_mass", "lse", "received",
 )  # fmt: skip
 """Fields of `Statistics` that carry gradients, in addition to every `mass`; the others are detached."""
-SINGLE_KEY = ("sink", "self_", "previous", "next_")
-"""The statistics that are the weight on one key."""
 UNTRACKED = {"v", "values"}  # tensors of a call that no statistic depends on
 
 MeasureCall = Callable[..., tuple[Result | None, RowState, Statistics]]
@@ -209,72 +121,40 @@ def _input_gradients(
     if queries is not None:
         counted = Dense(queries[:, None, :, None])
         call = replace(call, mask=counted if call.mask is None else call.mask & counted)
-    level, at_sink = finite(rows.level), grads.pop("sink_mass", None)
-    slopes, constant = _slopes(values, grads, mass, masks)
-    totals = zeros(call, needed)
-    normalizer, size = call.normalizer, tile_size(call)
-    inner = None
-    if normalizer.has_lse or normalizer.divide == "sum":
-        inner = _mean_of_slopes(call, rows, values, grads)
-        inner = inner if at_sink is None else inner + at_sink * values["sink_mass"]
-    elif isinstance(normalizer, SumToOne):
-        reducer = LevelSlopes(level, {}, call, rows, slopes, constant, firsts)
-        reduce_tiles(groups(call, size), reducer)
-        inner = reducer.mean(at_sink)
-    if inner is not None:
-        constant = constant - inner
-    if call.sink is not None:
-        assert inner is not None
-        assert level is not None
-        at_sink = (-inner if at_sink is None else at_sink - inner).masked_fill(empty, 0)
-        if not normalizer.has_lse:
-            add_sink_gradients(call, level, at_sink, totals)
-        elif "sink" in totals:
-            weight = torch.exp(call.sink - level)  # the sink's own weight in each row
-            totals["sink"] = (weight * at_sink).sum_to_size(call.sink.shape)
-    reduce_tiles(groups(call, size), StatisticsGradients(level, totals, call, rows, slopes, constant, firsts))
-    return totals
+    leaves = Leaves(call, needed)
+    for tiles in row_blocks(call, leaves, batched=len(set(firsts)) == 1):
+        with torch.enable_grad():
+            block = attend_rows(tiles, None if rows.level is None else rows.level[tiles[0].at])
+            results = _statistics(tiles, block, grads, masks, firsts)
+        leaves.backward(*results)
+    return leaves.totals
 
 
-def _slopes(
-    values: Mapping[str, Tensor], grads: Mapping[str, Tensor], mass: Tensor, masks: Mapping[str, Mask]
-) -> tuple[dict[Statistic, Tensor], Tensor]:
-    """Return statistics with the gradients of their totals, and that of the mass, from those of the values."""
-    nonempty = mass.abs() >= torch.finfo(mass.dtype).tiny  # the statistics of all other rows are constant 0
-    total = torch.where(nonempty, mass, 1.0)
-    per_mass = torch.where(nonempty, 1 / total, 0.0)
-    slopes, of_mass = dict[Statistic, Tensor](), torch.zeros_like(mass)
+def _statistics(
+    tiles: Sequence[Tile], rows: Rows, grads: Mapping[str, Tensor], masks: Mapping[str, Mask], firsts: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the statistics of some rows by their definitions, with their gradients; those of keys for each tile."""
+    batch, heads, _ = at = tiles[0].at
+    seen, results, final = list[WeightTile](), list[tuple[Tensor, Tensor]](), rows.weights()
+    smallest = torch.finfo(final[0].dtype).tiny
+    for tile, weights in zip(tiles, final, strict=True):
+        # The logarithm of a weight of 0 has no finite derivative.
+        raised = weights + (weights.clamp(min=smallest) - weights).detach()
+        visible = None if tile.masked is None else ~tile.masked
+        seen.append(WeightTile(raised, tile.region, tile.call.grid, visible, None, firsts[batch.start]))
+    mass = functools.reduce(torch.add, (x.sum(-1, dtype=torch.float64) for x in final))
+    mass = mass.masked_fill(mass.abs() < smallest, 0)  # the statistics of such rows are constant
     for name, grad in grads.items():
-        if name.startswith("mass "):
-            slopes[Mass(name, masks[name.removeprefix("mass ")])] = grad
-            continue
         if name == "lse":
-            continue
-        value, part = values[name], grad
-        if name == "entropy":  # H = E / M + ln M, where E = −Σ A ln A
-            part = grad * per_mass
-            of_mass += part * (1 + torch.log(total.abs()) - value)
-        elif name == "effective_keys":  # p = M² / S, where S = Σ A²
-            part = -grad * (value.double() * per_mass).square()  # a square that float32 may not hold
-            of_mass += 2 * grad * value * per_mass
-        elif name == "distance":  # D = T / M, where T = Σ A |p − j|
-            part = grad * per_mass
-            of_mass -= part * value
-        slopes[FIELDS[name]] = part
-    return slopes, of_mass
-
-
-def _mean_of_slopes(call: Call, rows: RowState, values: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Tensor:
-    """Return Σ_j A_ij ∂L/∂A_ij minus the gradient of the lse.
-
-    Entropy, effective_keys and distance contribute nothing: they do not change when a row is scaled.
-    """
-    inner = torch.zeros_like(values["entropy"])
-    for name, x in grads.items():
-        if name == "lse":
-            inner -= x
-        elif name in SINGLE_KEY or name.startswith("mass "):
-            inner += x * values[name]
+            assert rows.level is not None
+            results.append((rows.level, grad[at]))
+        elif name == "sink_mass":
+            assert rows.sink_weight is not None
+            results.append((rows.sink_weight, grad[at]))
         elif name == "received":
-            inner += weights_matmul(call, rows, x[..., None])[..., 0]
-    return inner
+            results += [(FIELDS[name].added(x), grad[batch, heads, x.region.columns]) for x in seen]
+        else:
+            statistic = Mass(name, masks[name.removeprefix("mass ")]) if name.startswith("mass ") else FIELDS[name]
+            total = functools.reduce(statistic.merge, map(statistic.added, seen))
+            results.append((statistic.finish(total, mass), grad[at]))
+    return results

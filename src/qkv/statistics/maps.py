@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv.engine.call import Call, RowState, detached
+from qkv.engine.call import Call, RowState, at_least_float32, detached
 from qkv.engine.sizes import sizes
-from qkv.engine.tiles import Block, Group, Reducer, ScoreTiles, Tile, WeightTiles, block_status, reduce_tiles
+from qkv.engine.tiles import Tile, block_status
 from qkv.errors import InputError
-from qkv.masks import EMPTY, PARTIAL, Region, Tiles
+from qkv.masks import EMPTY, Region, Tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,16 +71,14 @@ class HeadMap:
     def __init__(
         self, call: Call, rows: RowState, *, item: int = 0, head: int = 0, real: Bool[Tensor, "b nq"] | None = None
     ) -> None:
-        b, h, n_queries, _ = call.q.shape
+        b, _, n_queries, _ = call.q.shape
         _check_indices(call, item, head)
         if real is not None and (real.dtype != torch.bool or real.shape != (b, n_queries)):
             raise InputError(f"real is {real.dtype} of shape {tuple(real.shape)}, expected bool of {(b, n_queries)}")
         self.grid = call.grid
-        key_head, within = divmod(head, h // call.k.shape[1])
-        every = ScoreTiles(detached(call), slice(item, item + 1), slice(key_head, key_head + 1))
-        self._tiles = every.of_head(within)
-        self._weights = WeightTiles(self._tiles, rows)
-        self._uncounted = None if real is None or bool(real[item].all()) else ~real[item]
+        self._call, self._rows = detached(call), rows
+        self._item, self._head = slice(item, item + 1), slice(head, head + 1)
+        self._real = None if real is None or bool(real[item].all()) else real
 
     def pooled(
         self,
@@ -101,6 +99,7 @@ class HeadMap:
         across = even_edges(checked_slice("keys", keys, self.grid.n_keys), size[1])
         return self.binned(down, across, on_rows)
 
+    @torch.no_grad()
     def binned(
         self, row_edges: Sequence[int], column_edges: Sequence[int], on_rows: Callable[[int], None] = lambda rows: None
     ) -> Picture:
@@ -110,60 +109,30 @@ class HeadMap:
             _pieces(edges, limit, device)
             for edges, limit in zip((row_edges, column_edges), sizes(device).picture, strict=True)
         )
-        reducer = _PictureReducer(self._weights, self._uncounted, down, across, on_rows)
         spans, columns = ([piece.span for piece in pieces] for pieces in (down, across))
-        every = block_status(self._tiles.call.mask, Tiles.of_spans(spans, columns, self.grid), self.grid)
-        status: list[list[int]] = self._tiles.region(slice(None), slice(None)).of(every)[0, 0].tolist()
-        reduce_tiles([Group(self._tiles, spans, columns, status)], reducer)
+        every = block_status(self._call.mask, Tiles.of_spans(spans, columns, self.grid), self.grid)
+        every = Region(slice(None), slice(None), self._item, self._head).of(every)
+        shape = len(row_edges) - 1, len(column_edges) - 1
+        like = self._call.q.new_empty(0, dtype=at_least_float32(self._call.q.dtype))
+        sums, visible = (like.new_zeros(shape, dtype=torch.float64) for _ in range(2))
+        maximum = like.new_full(shape, -torch.inf)
+        for rows, of_row in zip(down, every[0, 0].tolist(), strict=True):
+            for cols, status in zip(across, of_row, strict=True):
+                at = rows.bins, cols.bins
+                if status == EMPTY:  # weights of 0
+                    maximum[at].clamp_(min=0)
+                    continue
+                tile = Tile(self._call, self._item, self._head, rows.span, cols.span, status)
+                weights = tile.weights(self._rows, self._real)[0][0, 0]
+                sums[at] += cols.sums(rows.sums(weights).T).T
+                masked = tile.masked_for(self._real)
+                pairs = rows.widths[:, None] * cols.widths
+                visible[at] += pairs if masked is None else cols.sums(rows.sums((~masked[0, 0]).to(weights)).T).T
+                maximum[at] = torch.maximum(maximum[at], cols.maxima(rows.maxima(weights).T).T)
+            on_rows(rows.span.stop - rows.span.start)
         at_rows, at_columns = (torch.tensor(x, device=device) for x in (row_edges, column_edges))
         pairs = at_rows.diff()[:, None] * at_columns.diff()
-        mean, visible = ((x / pairs).to(reducer.maximum) for x in (reducer.sums, reducer.visible))
-        return Picture(reducer.maximum, mean, visible, at_rows, at_columns)
-
-
-@dataclass(eq=False)
-class _PictureReducer(Reducer[None]):
-    """Adds tiles of weights to the bins of a picture: sums and numbers of visible pairs in float64, and maxima."""
-
-    weights: WeightTiles
-    uncounted: Tensor | None
-    down: Sequence[_Piece]
-    across: Sequence[_Piece]
-    on_rows: Callable[[int], None]
-
-    def __post_init__(self) -> None:
-        like, shape = self.weights.tiles.q, (self.down[-1].bins.stop, self.across[-1].bins.stop)
-        self.sums, self.visible = (like.new_zeros(shape, dtype=torch.float64) for _ in range(2))
-        self.maximum = like.new_full(shape, -torch.inf)
-
-    def begin(self, block: Block) -> None:
-        self.rows = block.shape[2]
-        for column, status in enumerate(block.group.status[block.index]):
-            if status == EMPTY:  # such tiles are skipped: weights of 0
-                self.maximum[self.down[block.index].bins, self.across[column].bins].clamp_(min=0)
-
-    def tile(self, state: None, tile: Tile) -> None:
-        rows, cols, masked = self.down[tile.block.index], self.across[tile.index], self._masked(tile)
-        weights, at = tile.buffer("weights"), (rows.bins, cols.bins)
-        self.weights.fill(rows.span, cols.span, masked, weights, tile.buffer("scores"))
-        for total, x in ((self.sums, weights[0, 0]), (self.visible, None if masked is None else ~masked[0, 0])):
-            pairs = rows.widths[:, None] * cols.widths
-            total[at] += pairs if x is None else cols.sums(rows.sums(x.to(weights)).T).T
-        self.maximum[at] = torch.maximum(self.maximum[at], cols.maxima(rows.maxima(weights[0, 0]).T).T)
-
-    def end(self, state: None) -> None:
-        self.on_rows(self.rows)
-
-    def _masked(self, tile: Tile) -> Bool[Tensor, "1 1 q k"] | None:
-        """Return True at masked pairs and uncounted queries. (`Tile.masked` would cache a pattern for every offset.)"""
-        masked, call = None, tile.group.tiles.call
-        if tile.status == PARTIAL:
-            assert call.mask is not None
-            masked = ~call.mask.visible(tile.region, call.grid)
-        if self.uncounted is not None and self.uncounted[tile.rows].any():
-            out = self.uncounted[None, None, tile.rows, None].expand(1, 1, -1, tile.shape[3])
-            masked = out if masked is None else masked | out
-        return masked
+        return Picture(maximum, (sums / pairs).to(like), (visible / pairs).to(like), at_rows, at_columns)
 
 
 @torch.no_grad()
@@ -186,19 +155,9 @@ def rectangle(
     _, h, n_queries, _ = call.q.shape
     _check_indices(call, item, 0 if head is None else head)
     queries, keys = checked_slice("queries", queries, n_queries), checked_slice("keys", keys, call.k.shape[2])
-    part, part_rows = replace(detached(call), values=None).part(queries, keys), rows.part(queries, keys)
-    whole, group = Region(slice(0, part.q.shape[2]), slice(0, part.k.shape[2])), h // call.k.shape[1]
-    tiles = ScoreTiles(
-        part, slice(item, item + 1), slice(None) if head is None else slice(head // group, head // group + 1)
-    )
-    if head is not None:
-        tiles = tiles.of_head(head % group)
-    masked = None
-    if part.mask is not None:
-        masked = ~part.mask.visible(tiles.region(whole.rows, whole.columns), part.grid)
-    out = tiles.q.new_empty(*tiles.shape, part.q.shape[2], part.k.shape[2])
-    WeightTiles(tiles, part_rows).fill(whole.rows, whole.columns, masked, out, out)
-    return out[0]
+    heads = slice(0, h) if head is None else slice(head, head + 1)
+    tile = Tile(detached(call), slice(item, item + 1), heads, queries, keys)
+    return tile.weights(rows)[0][0]
 
 
 def is_masked(call: Call, queries: slice, keys: slice, *, item: int = 0, head: int = 0) -> bool:

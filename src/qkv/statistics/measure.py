@@ -28,7 +28,7 @@ from qkv.compat import Form, refuse_unknown
 from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax, tensor_of
 from qkv.engine.level import sink_weight
 from qkv.engine.sharded import RingAccumulator, Shared, blocks, positions
-from qkv.engine.tiles import Group, Tile
+from qkv.engine.tiles import Tile
 from qkv.errors import InputError
 from qkv.kernels import attention, opaque, tiled
 from qkv.masks import Grid, Mask
@@ -476,15 +476,10 @@ class _WeightsReducer(StatisticsReducer):
 
     matrix: Tensor
 
-    def start(self, group: Group) -> None:
-        pass
-
-    def tile(self, state: None, tile: Tile) -> None:
-        weights = self.matrix[*tile.block.at, tile.columns].to(tile.group.tiles.dtype)
-        if (masked := tile.masked()) is not None:
+    def tile(self, tile: Tile) -> None:
+        weights = self.matrix[*tile.at, tile.columns].to(tile.dtype)
+        if (masked := tile.masked_for(self.request.queries)) is not None:
             weights = weights.masked_fill(masked, 0)
-        if (counted := self.counted(tile)) is not None:
-            weights = weights.masked_fill(~counted, 0)
         lowest, highest = (float(x) for x in weights.aminmax())  # NaN if any weight is
         if not (lowest >= 0 and highest < float("inf")):
             raise InputError(

@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv.engine.call import Call, RowState, at_least_float32, detached
-from qkv.engine.sizes import sizes
-from qkv.engine.tiles import Group, Reducer, Tile, WeightTiles, groups, reduce_tiles
+from qkv.engine.tiles import Tile, tiles
 from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Mask
 from qkv.statistics.base import FIELDS, Mass, PrefixSinkScores, Statistic, WeightTile
@@ -64,7 +63,7 @@ class Request:
         return named
 
 
-class StatisticsReducer(Reducer[None]):
+class StatisticsReducer:
     """Adds up statistics over tiles of the final weights of a call; in float64, so that ten thousand lose nothing.
 
     They are all that are requested, or those passed. They see the matrix `grid`; that of the call if None.
@@ -90,43 +89,35 @@ class StatisticsReducer(Reducer[None]):
             sides = (-(-n // size) for n, size in zip(lengths.values(), self.bins, strict=True))
             self.pooled = call.q.new_zeros(2, *call.q.shape[:2], *sides, dtype=at_least_float32(call.q.dtype))
 
+    @torch.no_grad()
     def add_tiles(self, call: Call) -> None:
         """Add all tiles of `call`."""
-        size = sizes(call.q.device).tile  # fixed, so that the edges of tiles and of the thumbnail's bins align
-        batched = len(set(self.request.firsts)) == 1  # a group has one first key
-        reduce_tiles(groups(call, size, batched=batched), self)
+        for tile in tiles(call, batched=len(set(self.request.firsts)) == 1):  # a tile has one first key
+            self.tile(tile)
 
     def finished(self, mass: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the values of all statistics, given the sum of each row of weights."""
         mass = mass.masked_fill(mass.abs() <= SMALLEST, 0)
         return {name: s.finish(self.totals[name], mass).to(dtype) for name, s in self.statistics.items()}
 
-    def start(self, group: Group) -> None:
-        self.weights = WeightTiles(group.tiles, self.rows, self.request.queries)
-
-    def tile(self, state: None, tile: Tile) -> None:
-        weights, log2 = tile.weights(self.weights)
+    def tile(self, tile: Tile) -> None:
+        """Add a tile to all statistics."""
+        weights, log2 = tile.weights(self.rows, self.request.queries)
         if log2 is None and "entropy" in self.statistics and weights.min() < 0:
             raise InputError(
-                f"measure: normalizer {type(tile.group.tiles.call.user.normalizer).__name__} gives negative weights "
+                f"measure: normalizer {type(tile.call.user.normalizer).__name__} gives negative weights "
                 "with these scores, which have no entropy; expected weights of 0 or more"
             )
         self.add(tile, weights, None if log2 is None else log2 * math.log(2))
 
-    def counted(self, tile: Tile) -> Tensor | None:
-        """Return True at the pairs of a tile whose query counts; None if all do."""
-        batch, _, rows = tile.block.at
-        queries = self.request.queries
-        return None if queries is None else queries[batch, None, rows, None].expand(*tile.shape)
-
     def add(self, tile: Tile, weights: Tensor, log: Tensor | None) -> None:
         """Add a tile of final weights, and their natural logarithms, to all statistics."""
-        batch, heads, rows = tile.block.at
-        visible = None if (masked := tile.masked()) is None else ~masked
-        if (counted := self.counted(tile)) is not None:
-            visible = counted if visible is None else visible & counted
+        batch, heads, rows = tile.at
+        masked = tile.masked_for(self.request.queries)
         region = tile.region.moved(*self.corner, self.grid.offset)
-        seen = WeightTile(weights, region, self.grid, visible, log, self.request.firsts[batch.start])
+        seen = WeightTile(
+            weights, region, self.grid, None if masked is None else ~masked, log, self.request.firsts[batch.start]
+        )
         for name, s in self.statistics.items():
             total = self.totals[name][..., batch, heads, rows if s.over == "query" else tile.columns]
             total.copy_(s.merge(total, s.added(seen)))
