@@ -46,10 +46,6 @@ def test_a_case_depends_on_its_seed_and_number_alone() -> None:
 # --- it finds bugs ----------------------------------------------------------------------------------------------------
 
 
-def _wrong_slope(self: normalizers.Sigmoid, weights: Tensor) -> Tensor:
-    return weights * (1 - weights) * 1.001
-
-
 def _sees_too_much(self: masks.Mask, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: masks.Grid) -> Tensor:
     return k <= q + 1
 
@@ -61,7 +57,7 @@ def _with_wrong_scale(call: Call) -> Prepared:
 
 
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {  # what it replaces, what cases name, what differs
-    "a slope of sigmoid": (normalizers.Sigmoid, "slope_from_weights", _wrong_slope, "Sigmoid", "tiled: gradient"),
+    "a slope of entmax": (normalizers.Entmax, "slope_from_weights", lambda _, w: 2 * w, "Entmax", "tiled: gradient"),
     "causal by one": (masks.Causal, "sees", _sees_too_much, "Causal", "eager: out"),
     "the scale of native": (binding, "prepared", _with_wrong_scale, "float32", "native: out"),
 }
