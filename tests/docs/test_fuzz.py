@@ -46,13 +46,6 @@ def test_a_case_depends_on_its_seed_and_number_alone() -> None:
 # --- it finds bugs ----------------------------------------------------------------------------------------------------
 
 
-<<<<<<< HEAD
-def _wrong_slope(self: normalizers.Entmax, weights: Tensor) -> Tensor:
-    return 1.001 * (weights > 0).to(weights) * weights ** (2 - self.alpha)
-
-
-=======
->>>>>>> core-b
 def _sees_too_much(self: masks.Mask, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: masks.Grid) -> Tensor:
     return k <= q + 1
 
@@ -64,11 +57,7 @@ def _with_wrong_scale(call: Call) -> Prepared:
 
 
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {  # what it replaces, what cases name, what differs
-<<<<<<< HEAD
-    "a slope of entmax": (normalizers.Entmax, "slope_from_weights", _wrong_slope, "Entmax", "tiled: gradient"),
-=======
     "a slope of entmax": (normalizers.Entmax, "slope_from_weights", lambda _, w: 2 * w, "Entmax", "tiled: gradient"),
->>>>>>> core-b
     "causal by one": (masks.Causal, "sees", _sees_too_much, "Causal", "eager: out"),
     "the scale of native": (binding, "prepared", _with_wrong_scale, "float32", "native: out"),
 }
