@@ -228,7 +228,7 @@ def test_unreadable_softmaxes_and_nan_scores_are_named(kind: str) -> None:
 
 @pytest.mark.slow
 def test_sdpa_profile_needs_linear_memory() -> None:
-    n = 1024
+    n = 2048
     model = Model(SelfAttention("sdpa")).eval()
     ids = torch.zeros(1, n, dtype=torch.long)
     model.embedding.weight.data.normal_(generator=torch.Generator().manual_seed(1))

@@ -333,6 +333,23 @@ def test_finite_numbers_that_mask_count_as_minus_infinity(implementation: str, l
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("side", SIDES)
+def test_padding_that_a_mask_of_pairs_tells_is_padding(side: str) -> None:
+    model, mask = causal_lm(), SIDES[side].bool()
+    pairs = torch.ones(12, 12).tril().bool() & mask[:, None, None]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with qkv.edit(model, {(0, 1): qkv.edits.HideFirst()}):
+        with qkv.watch(model) as watched:
+            model(IDS, attention_mask=pairs, position_ids=positions, use_cache=False)
+        want = whole(model, IDS, mask.long())
+        inputs = {"input_ids": IDS, "attention_mask": torch.where(pairs, 0.0, -torch.inf), "position_ids": positions}
+        same(qkv.profile(model, inputs, progress=False, probe=False), want, but=set())
+    same(watched.profile(), want)
+    strict = {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 12, 12).tril(-1).bool()}  # no token sees itself
+    assert qkv.profile(model, strict, progress=False, probe=False).data["n_keys"].values.tolist() == [12, 12]
+
+
+@torch.no_grad()
 def test_a_text_of_padding_only_is_refused_or_left_out() -> None:
     model, mask = causal_lm(), torch.tensor([[1] * 12, [0] * 12])
     with refused("inputs", match="only padding in text 1"):

@@ -16,7 +16,7 @@ class Sizes:
     """Sizes that control how the score matrix is tiled.
 
     >>> sizes(torch.device("cpu")).tile
-    256
+    128
     """
 
     tile: int

@@ -35,7 +35,7 @@ def transformed(call: Call) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in call.tensors().values())
 
 
-def mapped(call: Call) -> bool:
+def under_vmap(call: Call) -> bool:
     """Return whether torch.func.vmap maps a tensor of the call, and not its tangents alone, as in jacfwd."""
     functorch, tensors = torch._C._functorch, [*call.tensors().values()]
     while tensors and not any(map(functorch.is_batchedtensor, tensors)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qkv.engine.call import Call, Result
 from qkv.engine.rows import attend_rows
 from qkv.engine.tiles import Tile
-from qkv.engine.transforms import NEEDS, Need, mapped, transformed
+from qkv.engine.transforms import NEEDS, Need, transformed, under_vmap
 from qkv.masks import FULL, PARTIAL
 from qkv.normalizers import SumToOne
 
@@ -14,7 +14,7 @@ OFFERS: tuple[Need, ...] = tuple(NEEDS)
 
 def unsupported_reason(call: Call) -> str | None:
     """Return why this kernel cannot serve the call, or None if it can."""
-    if mapped(call):
+    if under_vmap(call):
         return "torch.func.vmap maps it; put the mapped dimension into the batch or the heads"
     solved = isinstance(call.normalizer, SumToOne) and not call.normalizer.has_lse
     if transformed(call) and solved:

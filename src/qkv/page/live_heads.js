@@ -136,8 +136,8 @@ export class LiveHeads {
     box.scrollTop = scrolled;
     if (this.#inView === this.shown) return;
     this.#inView = this.shown;
-    const cell = box.querySelector("[aria-current]").getBoundingClientRect(), around = box.getBoundingClientRect();
-    box.scrollTop += Math.max(0, cell.bottom + 8 - around.bottom) - Math.max(0, around.top + 8 - cell.top);
+    const current = box.querySelector("[aria-current]").getBoundingClientRect(), around = box.getBoundingClientRect();
+    box.scrollTop += Math.max(0, current.bottom + 8 - around.bottom) - Math.max(0, around.top + 8 - current.top);
   }
 
   #key(event) {

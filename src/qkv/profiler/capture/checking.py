@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from qkv.engine import Call, Result, at_least_float32, detached
-from qkv.engine.transforms import mapped
+from qkv.engine import Call, Result, at_least_float32, detached, under_vmap
 from qkv.errors import InputError
 from qkv.huggingface.attention import EAGER_NAMES, LazyMask, call_of, eager_of, is_known, name_of
 from qkv.kernels import serving
@@ -209,7 +208,7 @@ class Checks(list[Checked]):
         for mask in masks_of(module, function, query, key, attention_mask, others):
             try:
                 call, keys = call_of(module, name, query, key, value, mask, **others)
-                if not (dropped or mapped(call) or (once and place in self.known)):
+                if not (dropped or under_vmap(call) or (once and place in self.known)):
                     with torch.no_grad(), unwatched():
                         result = served(detached(call))
                         counted = None if result.lse is None else result.lse > -torch.inf

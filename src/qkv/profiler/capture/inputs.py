@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from qkv import ring
 from qkv.errors import InputError
+from qkv.huggingface.attention import MASKED
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,16 @@ def sequences_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Sequences:
 
 
 def _padding_mask(batch: Mapping[str, Tensor], name: str) -> dict[int, Tensor]:
+    """True at real tokens: by a mask of tokens, or by a mask of pairs in which all other tokens see themselves."""
     mask = batch.get(name)
-    return {mask.shape[1]: mask.bool()} if isinstance(mask, Tensor) and mask.ndim == 2 else {}
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return {mask.shape[1]: mask.bool()}
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != mask.shape[3]:
+        return {}
+    visible = (mask > MASKED if mask.is_floating_point() else mask.bool()).any(1)
+    seen = visible.any(1)
+    told = not bool(seen.all()) and torch.equal(seen, visible.diagonal(dim1=1, dim2=2))
+    return {mask.shape[3]: seen} if told else {}
 
 
 def _unequal(ids: Tensor | None, pad: int) -> dict[int, Tensor]:

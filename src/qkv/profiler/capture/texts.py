@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from qkv.cache.base import attending
 from qkv.edits import Placed
-from qkv.engine import Call
-from qkv.engine.transforms import mapped
+from qkv.engine import Call, under_vmap
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Sequences, sequences_of
 from qkv.profiler.capture.intercept import unwatched
@@ -242,7 +241,7 @@ class Texts:
         group = forward.sequence.groups.setdefault(observed.module, observed.group)
         forward.sequence.sources[observed.module] = observed.source
         try:
-            if mapped(observed.call):
+            if under_vmap(observed.call):
                 raise InputError(
                     "torch.func.vmap maps the forward, which has no tensors of its own then; expected a batch"
                 )
