@@ -8,7 +8,7 @@ projects the keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +26,20 @@ from qkv.scores import Features
 __all__ = ["LinearState", "linear_attend", "linformer"]
 
 
+@overload
+def linear_attend(
+    q: Float[Tensor, "b h nq d"], k: Float[Tensor, "b hkv nk d"], v: Float[Tensor, "b hkv nk dv"], *,
+    features: Callable[[Tensor], Tensor] = elu_plus_one, causal: bool = True, normalize: bool = True,
+    state: LinearState | None = None, chunk: int = CHUNK,
+    return_state: Literal[False] = False,
+) -> Float[Tensor, "b h nq dv"]: ...  # fmt: skip
+@overload
+def linear_attend(
+    q: Float[Tensor, "b h nq d"], k: Float[Tensor, "b hkv nk d"], v: Float[Tensor, "b hkv nk dv"], *,
+    features: Callable[[Tensor], Tensor] = elu_plus_one, causal: bool = True, normalize: bool = True,
+    state: LinearState | None = None, chunk: int = CHUNK,
+    return_state: bool = False,
+) -> Any: ...  # fmt: skip
 def linear_attend(
     q: Float[Tensor, "b h nq d"],
     k: Float[Tensor, "b hkv nk d"],
@@ -37,7 +51,7 @@ def linear_attend(
     state: LinearState | None = None,
     chunk: int = CHUNK,
     return_state: bool = False,
-) -> Float[Tensor, "b h nq dv"] | Any:
+) -> Float[Tensor, "b h nq dv"] | tuple[Float[Tensor, "b h nq dv"], LinearState]:
     """Compute linear attention: Σ (φ(q)·φ(k)) v over the visible keys, divided by Σ φ(q)·φ(k) if `normalize`.
 
     Args:

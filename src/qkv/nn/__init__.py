@@ -1,7 +1,4 @@
-"""Modules built on `qkv.attend`: multi-head, linear and recurrent-era attention, feed-forward layers and blocks.
-
-A call returns a tensor, or a tuple if more is requested; its type, ``Tensor | Any``, can be used as either.
-"""
+"""Modules built on `qkv.attend`: multi-head, linear and recurrent-era attention, feed-forward layers and blocks."""
 
 from __future__ import annotations
 

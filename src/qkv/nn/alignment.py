@@ -6,7 +6,7 @@ keys is computed once for each source with `project` and passed to every decoder
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -66,6 +66,16 @@ class AdditiveAttention(nn.Module):
         _check_last("keys", keys, self.d_key)
         return keys @ self.w_k.T
 
+    @overload
+    def forward(
+        self, query: Tensor, keys: Tensor, values: Tensor | None = None, *, projected: Tensor | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, return_weights: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, keys: Tensor, values: Tensor | None = None, *, projected: Tensor | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, return_weights: bool = False,
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         query: Float[Tensor, "b nq dq"],
@@ -75,7 +85,7 @@ class AdditiveAttention(nn.Module):
         projected: Float[Tensor, "b nk a"] | None = None,
         mask: Mask | Bool[Tensor, "..."] | None = None,
         return_weights: bool = False,
-    ) -> Tensor | Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The context of every query.
 
         Args:
@@ -190,6 +200,18 @@ class LuongAttention(nn.Module):
         _check_last("keys", keys, self.d_key)
         return keys @ self.weight[:, self.d_query :].T if self.score == "concat" else keys
 
+    @overload
+    def forward(
+        self, query: Tensor, keys: Tensor, *, projected: Tensor | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, step: int = 0, lengths: Int[Tensor, " b"] | None = None,
+        return_weights: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, keys: Tensor, *, projected: Tensor | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, step: int = 0, lengths: Int[Tensor, " b"] | None = None,
+        return_weights: bool = False,
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         query: Float[Tensor, "b nq dq"],
@@ -200,7 +222,7 @@ class LuongAttention(nn.Module):
         step: int = 0,
         lengths: Int[Tensor, " b"] | None = None,
         return_weights: bool = False,
-    ) -> Tensor | Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The attentional vector h~ of every query.
 
         Args:

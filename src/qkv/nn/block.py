@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -126,6 +126,22 @@ class TransformerBlock(nn.Module):
         self.feed_forward_norm, self.feed_forward = norms(), feed_forward
         self.dropout = dropout
 
+    @overload
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, *, keys_values: KeysValues | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, blocked: Bool[Tensor, "..."] | None = None,
+        memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, *, keys_values: KeysValues | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, blocked: Bool[Tensor, "..."] | None = None,
+        memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: bool = False,
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         x: Float[Tensor, "b n d_model"],
@@ -139,7 +155,7 @@ class TransformerBlock(nn.Module):
         positions: Int[Tensor, "..."] | None = None,
         cache: Cache | None = None,
         return_weights: bool = False,
-    ) -> Tensor | Any:
+    ) -> Tensor | tuple[Tensor, ...]:
         """One layer.
 
         Args:

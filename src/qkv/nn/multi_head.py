@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -76,6 +76,18 @@ class Composition(nn.Module):
             attention = _with(attention, place, getattr(self, name))
         return attention
 
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: Literal[False] = False, return_statistics: Literal[False] = False,
+        queries: Bool[Tensor, "b nq"] | None = None,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: bool = False, return_statistics: bool = False,
+        queries: Bool[Tensor, "b nq"] | None = None,
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         q: Float[Tensor, "b h nq dq"],
@@ -86,7 +98,7 @@ class Composition(nn.Module):
         return_weights: bool = False,
         return_statistics: bool = False,
         queries: Bool[Tensor, "b nq"] | None = None,
-    ) -> Tensor | Any:
+    ) -> Tensor | tuple[Any, ...]:
         """`attend` with this composition and an optional additional mask; dropout acts in training mode.
 
         `queries` are those that count in the statistics, as in `qkv.measure`.
@@ -129,6 +141,19 @@ def _with(x: Any, place: Path, value: Tensor) -> Any:
 
 
 KeysValues = tuple[Float[Tensor, "b hkv m d"], Float[Tensor, "b hkv m dv"]]
+
+
+class _Options(TypedDict, total=False):
+    """The arguments of a layer on which the type of its result does not depend."""
+
+    query: Tensor
+    key: Tensor
+    keys_values: KeysValues | None
+    mask: Mask | Bool[Tensor, "..."] | None
+    is_causal: bool
+    positions: Int[Tensor, "..."] | None
+    cache: Cache | None
+    average_attn_weights: bool
 
 
 class MultiHeadAttention(nn.Module):
@@ -244,6 +269,18 @@ class MultiHeadAttention(nn.Module):
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
 
+    @overload
+    def forward(
+        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
+        return_weights: Literal[False] = False, return_statistics: Literal[False] = False, need_weights: None = None,
+        **options: Unpack[_Options],
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
+        return_weights: bool = False, return_statistics: bool = False, need_weights: bool | None = None,
+        **options: Unpack[_Options],
+    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         x: Float[Tensor, "b n d_model"] | None = None,
@@ -260,7 +297,7 @@ class MultiHeadAttention(nn.Module):
         need_weights: bool | None = None,
         average_attn_weights: bool = True,
         **other_names: Any,
-    ) -> Tensor | Any:
+    ) -> Tensor | tuple[Any, ...]:
         """Self-attention over x, or cross-attention from x to a context.
 
         Torch's call works, too: ``layer(query, key, value)``, by position or by name. Passing x itself as key and
