@@ -323,7 +323,8 @@ def test_scores_that_rise_from_tile_to_tile_do_not_overflow(tile: int, padding: 
 
 
 @pytest.mark.parametrize("mask", [Window(64), Causal()], ids=str)
-def test_linear_memory(mask: Mask) -> None:
+def test_linear_memory(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, panel=2**17)
     n = 2048
     q, k, _ = triple(1, 2, 1, n, n, 8, 8, dtype=torch.float32)
     largest = largest_tensor(lambda: qkv.measure(q, k, mask=mask, mass={"near": Window(16)}))
