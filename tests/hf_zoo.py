@@ -23,7 +23,8 @@ from transformers.modeling_utils import AttentionInterface
 import hf_models
 from hf_models import PADDED, VOCABULARY, Architecture, architectures
 from qkv.profiler.capture.inputs import sequences_of
-from qkv.profiler.capture.observe import Observer, observe, unobserved
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer, unobserved
 from qkv.profiler.capture.record import Measures, Record
 from qkv.reference import statistics
 

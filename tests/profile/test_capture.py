@@ -23,7 +23,8 @@ from qkv.errors import InputError
 from qkv.huggingface.attention import lazy_mask
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.inputs import sequences_of
-from qkv.profiler.capture.observe import Observer, observe, unobserved
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer, unobserved
 from qkv.profiler.capture.record import Measures, Record, copied_to_cpu
 from qkv.profiler.capture.residual import nth
 

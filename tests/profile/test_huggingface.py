@@ -17,7 +17,8 @@ from conftest import refused
 from qkv import kernels
 from qkv.engine import Call, Result
 from qkv.huggingface import register, use
-from qkv.profiler.capture.observe import Observer, observe
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer
 
 CASES = [  # the first text is whole, the second is padded at one of its sides
     (name, sides[(place + 1) % len(sides)] if (sides := hf.ARCHITECTURES[name].padding) else None)

@@ -24,9 +24,10 @@ import qkv
 from conftest import close, largest_tensor, rand, refused
 from qkv.huggingface.attention import call_of
 from qkv.kernels import eager
-from qkv.profiler.capture import observe as observation
+from qkv.profiler.capture import observer as observation
 from qkv.profiler.capture.intercept import as_scores, of_multi_head, of_scores, of_sdpa
-from qkv.profiler.capture.observe import Observer, observe
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer
 from qkv.profiler.run import profile
 from qkv.reference import statistics
 from qkv.statistics.measure import row_state, sweep

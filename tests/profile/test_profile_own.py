@@ -29,7 +29,8 @@ from qkv.nn import LinearAttention, LinformerAttention, MultiHeadAttention
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.positions import Rotary
 from qkv.profiler import Profile, profile
-from qkv.profiler.capture.observe import Observer, observe
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer
 from qkv_lab.models.captioner import Captioner, CaptionerConfig
 from qkv_lab.models.classifier import Classifier, ClassifierConfig
 from qkv_lab.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig

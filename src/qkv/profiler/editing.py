@@ -16,7 +16,8 @@ from qkv.errors import InputError
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.interventions import ACTIVE, SELF, Edits, Place, shown
-from qkv.profiler.capture.observe import OBSERVERS, Observer, following
+from qkv.profiler.capture.observe import OBSERVERS, following
+from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.residual import attention_modules, layer_around
 from qkv.profiler.capture.texts import Texts
 

@@ -25,7 +25,8 @@ from qkv.native.binding import description
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import batches, sequences_of, special_ids
-from qkv.profiler.capture.observe import Observer, observe, unobserved
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer, unobserved
 from qkv.profiler.capture.record import Measures
 from qkv.profiler.capture.residual import Residuals, attention_modules, by_stack, observe_residual
 from qkv.profiler.corpora import default_text

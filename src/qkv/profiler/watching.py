@@ -17,9 +17,9 @@ from qkv.models.loading import name_of_model
 from qkv.profiler.capture.checking import Checked
 from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences
-from qkv.profiler.capture.layer import of_items
-from qkv.profiler.capture.observe import OBSERVERS, Observer, following, overridden
-from qkv.profiler.capture.record import Measures
+from qkv.profiler.capture.observe import OBSERVERS, following, overridden
+from qkv.profiler.capture.observer import Observer
+from qkv.profiler.capture.record import Measures, of_items
 from qkv.profiler.capture.sequence import Sequence
 from qkv.profiler.capture.texts import Texts
 from qkv.profiler.profiles import Profile

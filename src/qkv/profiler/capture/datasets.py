@@ -18,7 +18,8 @@ from torch.distributed import ProcessGroup
 from qkv.engine import Call, Result
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Sequences, Tokens, sequences_of
-from qkv.profiler.capture.observe import Observer, observe
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import PREFIX, ObservedCall, Receive, Record, principal_shares, served
 from qkv.profiler.data.variables import BIN, BY_HEAD, HEAD, TEXT, VARIABLES, Variable, custom_attrs
 from qkv.statistics import Statistic, Streaming

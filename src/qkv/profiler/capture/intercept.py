@@ -30,7 +30,7 @@ from qkv.normalizers import Normalizer, Pointwise
 from qkv.scores import Dot
 
 if TYPE_CHECKING:
-    from qkv.profiler.capture.observe import Observer
+    from qkv.profiler.capture.observer import Observer
 
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
 SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)

@@ -206,6 +206,11 @@ def mapped(value: T, one: Callable[[Tensor], Tensor]) -> T:
     return found
 
 
+def of_items(value: T, items: Int[Tensor, " b"]) -> T:
+    """The value with some batch items of all its tensors."""
+    return mapped(value, lambda x: x[items.to(x.device)])
+
+
 def copied_to_cpu(values: T) -> T:
     """The values with float32 copies of all tensors, made by one transfer."""
     tensors: list[Tensor] = []

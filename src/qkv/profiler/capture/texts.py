@@ -16,10 +16,11 @@ from qkv.cache.base import attending
 from qkv.edits import Placed
 from qkv.engine import Call, under_vmap
 from qkv.errors import InputError
+from qkv.profiler.capture.caches import is_known, keeps, keeps_all, listening, located, stored
 from qkv.profiler.capture.inputs import Sequences, sequences_of
 from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.record import Measures, ObservedCall
-from qkv.profiler.capture.sequence import OF_TEXT, Sequence, is_known, keeps, keeps_all, listening, located, stored
+from qkv.profiler.capture.sequence import OF_TEXT, Sequence
 
 HELD_AFTER = 2**25
 """So many numbers of texts whose cache is gone are held at most, in case that a copy of the cache continues them."""

@@ -22,7 +22,8 @@ from qkv.errors import InputError, nearest
 from qkv.models.loading import load_if_named
 from qkv.profiler.capture.datasets import calls_of, collecting, grouped, without_values
 from qkv.profiler.capture.inputs import batches, nan_error, sequences_of
-from qkv.profiler.capture.observe import Observer, observe
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import ObservedCall
 from qkv.profiler.explore.pyramid import (
     Cancelled,

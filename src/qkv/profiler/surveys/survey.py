@@ -28,7 +28,8 @@ from qkv.engine import Call, Result
 from qkv.errors import InputError
 from qkv.models.loading import load_if_named
 from qkv.profiler.capture.inputs import Special, batches, positions, sequences_of, special_ids, token_text, tokens_of
-from qkv.profiler.capture.observe import Observer, observe, unobserved
+from qkv.profiler.capture.observe import observe
+from qkv.profiler.capture.observer import Observer, unobserved
 from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.capture.record import Measures, ObservedCall
 from qkv.profiler.data.tables import SINK_THRESHOLD, is_delimiter

@@ -1,0 +1,455 @@
+"""What observes a model: `Observer` tells which module attends, as which layer, and receives its calls."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from qkv import ring
+from qkv.edits import Placed
+from qkv.engine import Call, Result, RowState, Shared, detached
+from qkv.errors import InputError
+from qkv.huggingface.attention import Own, call_of, function_of, is_causal, routes
+from qkv.kernels import serving
+from qkv.masks import Dense
+from qkv.profiler.capture import inputs
+from qkv.profiler.capture.checking import Checks, Inputs, returned
+from qkv.profiler.capture.inputs import Sequences, arguments_of
+from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
+from qkv.profiler.capture.interventions import ACTIVE, applied
+from qkv.profiler.capture.layer import Layer
+from qkv.profiler.capture.record import PREFIX, WEIGHTS_ONLY, Measures, ObservedCall, Receive, Record, mapped, served
+from qkv.profiler.capture.texts import Forward, Texts
+from qkv.statistics import PrefixSinkScores
+from qkv.statistics.measure import sweep
+
+T = TypeVar("T")
+_CALL = nn.Module._call_impl.__code__  # calls the hooks of a module and its forward
+
+
+@dataclass
+class Run:
+    """What a model does in one thread."""
+
+    running: list[str] = field(default_factory=list)  # modules whose forward is running, the innermost last
+    made: dict[str, int] = field(default_factory=dict)  # number of calls of each module in this forward
+    steps: dict[str, ObservedCall] = field(default_factory=dict)  # the last of each module that attends step by step
+    paused: bool = False
+    opened: ExitStack = field(default_factory=ExitStack)  # of the forward
+    intercept: Intercept | None = None
+    sequences: Sequences = field(default_factory=Sequences)
+    forward: Forward | None = None  # whose text is known
+    outer: Run | None = None  # the run inside of which a hook has called the model
+
+
+@dataclass(eq=False)
+class Observer:
+    """Settings and results of one observation."""
+
+    model: nn.Module
+    layers: Collection[int] | None = None
+    measures: Measures = field(default_factory=Measures)
+    on_call: Callable[[str], None] = lambda module: None
+    receive: Receive | None = None  # measures the calls, together with their results, if None
+    sequences: Sequences = field(default_factory=Sequences)
+    fired: list[str] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)  # attention modules that could not be read, and the reason
+    sources: dict[str, str] = field(default_factory=dict)  # by module: see `qkv.profile`
+    partial: bool = False  # list modules whose attention cannot be read instead of raising an error
+    texts: Texts | None = None  # which texts the model reads; it computes by its own functions then, in any mode
+
+    def __post_init__(self) -> None:
+        root = type(self.model).__name__
+        self.modules = dict(self.model.named_modules())
+        self.names = {id(module): name or root for name, module in self.modules.items()}
+        routed = [module for module in self.modules.values() if routes(module)]
+        self.expected = [self.names[id(module)] for module in routed]
+        self.checks = Checks(self.model, {id(module): function_of(module) for module in routed})
+        self.beside, self._measured = self.texts is not None, list[Record]()
+        self.group: ProcessGroup | None = None  # the processes that share the sequence, if there are several
+        self.ran: set[int] = set()  # modules whose forward was running
+        self.inputs: Inputs = []
+        self.around = {name[:i] for name in self.expected for i, x in enumerate(f"{name}.") if x == "."}
+        self.routed = all_routed(self.model, self.names, self.around)
+        self._stepwise: list[Layer] = []  # modules that attend step by step
+        self._two_sided = inputs.is_two_sided(self.modules)
+        self._numbers: dict[tuple[str, str, int], int] = {}  # of layers: group, module, and its calls before
+        self._thread = threading.get_ident()
+        self.runs: dict[int, Run] = {}
+
+    @property
+    def records(self) -> list[Record]:
+        return self.in_order(self._measured)
+
+    @property
+    def run(self) -> Run:
+        """What the model does in this thread."""
+        thread = threading.get_ident()
+        if thread not in self.runs:
+            self.runs[thread] = Run(sequences=self.sequences)
+        return self.runs[thread]
+
+    def foreign(self) -> bool:
+        """True in a thread other than the one that observes, unless the observer lets the model compute."""
+        return not self.beside and threading.get_ident() != self._thread
+
+    def _skips(self) -> bool:
+        """Whether a call is neither recorded nor edited."""
+        return self.foreign() or (self.run.paused and not ACTIVE.get(self.model))
+
+    def deepest(self) -> int:
+        """The highest layer number of any group."""
+        return max(self._numbers.values(), default=-1)
+
+    def in_order(self, layers: list[T]) -> list[T]:
+        """What was received of layers, in the order in which they began to attend."""
+        order = [(group, layer) for (group, _, _), layer in self._numbers.items()]
+        return sorted(layers, key=lambda one: order.index((one.group, one.layer)))  # type: ignore[attr-defined]
+
+    # --- where calls come from ----------------------------------------------------------------------------------------
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        """The attention function for transformers: (batch, heads, length, head_dim) in, (batch, nq, heads, dv) out."""
+        name = self.names.get(id(module), type(module).__name__)
+        call, keys = call_of(module, name, query, key, value, attention_mask, **arguments)
+        if self.foreign():
+            return served(call).out.transpose(1, 2).contiguous(), None
+        self.sources[name] = "interface"
+        result = self._received(name, call, served, keys)
+        if not ACTIVE.get(self.model):
+            self.checks.of_rows(module, name, call, result.out, attention_mask, arguments)
+        return result.out.transpose(1, 2).contiguous(), None
+
+    def attend_own(
+        self, module: nn.Module, function: Callable[..., Any], own: Own, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """Run the model's own attention function, and record what it computes.
+
+        Its output is compared with that of standard attention with the same arguments. If they differ, the weights that
+        it returns are recorded, if their product with the values is its output.
+        """
+        returned = own()
+        if self._skips():
+            return returned
+        out, name = returned[0], self.names[id(module)]
+        dropped = self.beside and bool(named.get("dropout"))
+        try:
+            call, keys = self.checks.of_function(
+                module, name, function, out.transpose(1, 2), args, named | {"dropout": 0.0} if dropped else named,
+                dropped=dropped, once=self.beside,
+            )  # fmt: skip
+        except InputError as error:
+            try:
+                weights = self.checks.of_weights(name, function, returned, args[2], error)
+            except InputError as wrong:
+                if not self.partial:
+                    raise wrong from error
+                self.unreadable[name] = str(wrong)
+                return returned
+            call = of_weights(weights)
+            self.intercepted(name, "returned", call, call.v[:, :, :0] if self.beside else None)
+            return returned
+        self.sources[name] = "interface"
+        mine = Result(out.transpose(1, 2), None)
+        made = self._received(name, call, served, keys, known=mine)
+        return returned if made is mine else (made.out.transpose(1, 2).contiguous(), *returned[1:])
+
+    def observe_call(self, call: Call | Shared, compute: Callable[[Any], Result], fused: bool) -> Result:
+        """Receive a call of qkv's attention by the innermost running module, and return its result.
+
+        `fused` allows to compute the result together with the statistics. Calls outside of the model are not received.
+        """
+        if self.foreign() or not self.run.running or self._skips():
+            return compute(call)
+        name = self.run.running[-1]
+        self.sources[name] = "qkv"
+        if isinstance(call, Shared):
+            return self._shared(name, call, compute(call))
+        known = compute(call) if self.beside else None
+        return self._received(name, call, compute, known=known, fused=fused)
+
+    def intercepted(
+        self, name: str, source: str, call: Call, own: Tensor | None = None, *, editable: bool = True
+    ) -> Result:
+        """Receive a call that torch's functions compute; `own` is the output that the model has computed already."""
+        self.sources[name] = source
+        known = None if own is None else Result(own, None)
+        return self._received(name, call, served, known=known, fused=True, editable=editable)
+
+    def intercept(self) -> AbstractContextManager[object]:
+        """A context that observes attention which the model computes by torch's functions, as far as it may."""
+        if self.routed:
+            return nullcontext()  # reading every function of torch takes time
+        self.run.intercept = Intercept(self)
+        return self.run.intercept
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The forward has ended: receive the calls of which it was not known before that they are whole.
+
+        These are the steps of each module that attends step by step, joined; and, for modules whose calls could not be
+        read, the weights that the model itself returns, if it does.
+        """
+        for layer in self._stepwise:
+            (self.receive or self._measure)(layer.joined(self.run.sequences.real_target), None, {})
+        self._stepwise.clear()
+        unread = [n for n in self.names.values() if n in self.unreadable and n not in self.expected]
+        if not unread:
+            return
+        observed = {inputs.of_transformers(name, self.model) for name in self.fired}
+        for name, weights in returned(self.model, self.inputs, unread, observed).items():
+            self.intercepted(name, "outputs", of_scores(weights.log()))
+            del self.unreadable[name]
+
+    # --- what is running ----------------------------------------------------------------------------------------------
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Called at the start of a module's forward."""
+        if self.foreign():
+            return
+        if self.names[id(module)] in self.run.running and torch._C._current_graph_task_id() < 0:
+            self._runs_again(module)
+        run = self.run
+        if module is self.model and not self.beside and len(self.inputs) < 2:
+            self.inputs.append((args, named))
+        if run.intercept is not None:
+            run.intercept.begins(module)
+        if not run.running:
+            if threading.get_ident() != self._thread:
+                run.opened.enter_context(serving(self.observe_call))
+            if self.texts is not None:
+                self.begins(module, arguments_of(module, args, named))
+            known = bool(self.fired) and not {"sdpa", "softmax"} & set(self.sources.values())
+            known |= run.outer is not None or self._skips()
+            if self.beside and not known:  # reading every torch function takes time
+                run.opened.enter_context(self.intercept())
+        self.ran.add(id(module))
+        run.running.append(self.names[id(module)])
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """Called at the end of the innermost module's forward, also after an error."""
+        if self.foreign() or not (run := self.run).running:
+            return
+        try:
+            if run.intercept is not None and output is not None:  # None after an error
+                run.intercept.ends(module)
+        finally:
+            run.running.pop()
+            if not run.running:
+                run.steps.clear()
+                run.opened.close()
+                self.ends(module, output)
+                if run.outer is not None:
+                    self.runs[threading.get_ident()] = run.outer
+
+    def _runs_again(self, module: nn.Module) -> None:
+        """A module begins that is running: inside itself, called by a hook; or it was interrupted from the keyboard."""
+        frame, calls = sys._getframe(2), 0
+        while frame is not None:
+            calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+            frame = frame.f_back  # type: ignore[assignment]
+        if calls < 2:
+            self.interrupted()
+        elif not self.beside:
+            raise InputError(
+                f"model runs {self.names[id(module)]} inside of itself, such as in a hook; expected one forward, or "
+                "qkv.watch, which records both"
+            )
+        else:
+            run = self.run
+            again = Run(sequences=self.sequences, intercept=run.intercept, outer=run)
+            self.runs[threading.get_ident()] = again
+
+    def interrupted(self) -> None:
+        """What runs in this thread has ended, though torch has called no hook."""
+        run = self.run
+        while run.running or run.outer is not None:
+            run.running.clear()
+            run.steps.clear()
+            run.opened.close()
+            if run.forward is not None and isinstance(run.forward.owner, nn.Module):
+                self.ends(run.forward.owner, None)
+            run = self.runs[threading.get_ident()] = run.outer or run
+
+    def begins(self, owner: Any, batch: Mapping[str, Any]) -> None:
+        """A forward begins: find the text that it reads. It may be part of another forward, which reads the text."""
+        run = self.run
+        if self.texts is None or run.forward is not None:
+            return
+        run.made.clear()
+        if torch._C._current_graph_task_id() >= 0:  # a part of a forward that is computed again for the gradients
+            run.paused = True
+            return
+        forward = self.texts.begin(owner, self.names.get(id(owner), ""), batch, self.model)
+        run.forward, run.sequences, run.paused = forward, forward.read, not forward.recorded
+
+    def ends(self, owner: Any, output: Any) -> None:
+        """A forward has ended."""
+        forward = self.run.forward
+        if self.texts is not None and forward is not None and forward.owner is owner:
+            self.run.forward = None
+            self.texts.end(forward, output)
+
+    # --- how a call is received ---------------------------------------------------------------------------------------
+
+    def _received(
+        self, name: str, call: Call, compute: Callable[[Any], Result], keys: Tensor | None = None, *,
+        known: Result | None = None, fused: bool = True, editable: bool = True,
+    ) -> Result:  # fmt: skip
+        """The result of a call after the edits of `qkv.edit` and the receiver.
+
+        Args:
+            name: the module that attends.
+            call: as it is read.
+            compute: computes the result of a call of this layer.
+            keys: True at real keys, if its mask tells.
+            known: its result, if the model has computed it.
+            fused: the receiver may compute the result, together with the statistics.
+            editable: its heads may be edited.
+        """
+        if call.dropout_p and not self.beside:
+            raise InputError(
+                f"model applies dropout {call.dropout_p} to the weights of {name}; expected a model in evaluation mode"
+            )
+        call = replace(call, dropout_p=0.0) if call.dropout_p else call
+        self.fired.append(name)
+        self.on_call(name)
+        observed = self._observed(name, call, keys)
+        result, changed = known, dict[int, Call]()
+        if observed.step:  # one of several queries over the same keys
+            result = compute(call)
+        elif self.run.forward is not None:
+            self.run.forward.attends(self.modules.get(name), observed.group)
+        if ACTIVE.get(self.model) and not observed.step:
+            editable = editable and observed.step is None and observed.source not in WEIGHTS_ONLY
+            result, changed = applied(
+                self.model, name, observed.group, observed.layer, partial(self._place, observed), call,
+                known or compute(call), compute, editable=editable,
+            )  # fmt: skip
+        if self.run.paused or (self.layers is not None and observed.layer not in self.layers):
+            return compute(call) if result is None else result
+        result = compute(call) if result is None and not fused else result
+        if len(changed) == call.q.shape[1] and len({id(one) for one in changed.values()}) == 1:
+            call, changed = changed[0], {}  # all heads have the same edit
+        observed = replace(observed, call=detached(call))
+        with unwatched():
+            if observed.step is not None:
+                return self._step(observed, result)
+            if self.texts is None:
+                return (self.receive or self._measure)(observed, result, changed)
+            assert result is not None
+            if self.run.forward is not None:
+                self.texts.add(self.run.forward, self.modules.get(name), observed, changed)
+            return result
+
+    def _measure(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
+        result, record = self.measures.record(observed, result, changed)
+        self._measured.append(record)
+        return result
+
+    def _step(self, observed: ObservedCall, result: Result | None) -> Result:
+        """Keep one of several queries over the same keys, which are received together."""
+        if observed.step == 0:
+            layer = Layer(observed.module, observed.group, observed.layer, observed.source, own_keys=True)
+            self._stepwise.append(layer)
+        layer = next(one for one in reversed(self._stepwise) if one.module == observed.module)
+        layer.add(observed, observed.step or 0, 0, None, stays=True)
+        return served(observed.call) if result is None else result
+
+    def _observed(self, name: str, call: Call, keys: Tensor | None) -> ObservedCall:
+        """A call with its place in the model and in the text."""
+        run, source, (n_queries, n_keys) = self.run, self.sources[name], (call.q.shape[2], call.k.shape[2])
+        mask, real = call.mask, run.sequences.real_target.get(n_queries)
+        read = source not in ("interface", "qkv")  # from torch's functions
+        if read and isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
+            mask = Dense(mask.tensor & real[:, None, :, None])  # so that padding queries cannot make it non-causal
+        causal = is_causal(mask)
+        if source == "interface" or (read and type(self.model).__module__.startswith("transformers.")):
+            group, steps = inputs.of_transformers(name, self.model), False
+        else:
+            group = inputs.of_call(
+                name, n_queries=n_queries, n_keys=n_keys, causal=causal, two_sided=self._two_sided,
+                sequences=run.sequences,
+            )  # fmt: skip
+            steps = self.texts is None and n_queries == 1 and not causal
+        before = run.steps.pop(name, None)
+        if steps and before is not None and torch.equal(before.call.k, call.k):
+            run.steps[name] = replace(before, call=call, step=(before.step or 0) + 1)
+            return run.steps[name]
+        own, layer = self._number(group, name)
+        if keys is None and group in ("self", "text", "encoder", "cross", "decoder"):
+            keys = (run.sequences.real_target if group == "decoder" else run.sequences.real_source).get(n_keys)
+        queries = keys if group != "cross" and n_queries == n_keys else run.sequences.real_target.get(n_queries)
+        first = 0 if keys is None else keys.to(torch.int8).argmax(1)
+        queries = None if steps else queries
+        observed = ObservedCall(name, group, layer, call, None, queries, keys, first, causal, source, own)
+        if steps:
+            observed = run.steps[name] = replace(observed, step=0)
+        return observed
+
+    def _number(self, group: str, name: str) -> tuple[int, int]:
+        """How many calls a module has made in this forward, and the number of its layer, as in the first forward."""
+        own = self.run.made.get(name, 0)
+        self.run.made[name] = own + 1
+        key = group, name, own
+        if key not in self._numbers:
+            self._numbers[key] = sum(of == group for of, _, _ in self._numbers)
+        return own, self._numbers[key]
+
+    def _place(self, observed: ObservedCall) -> Placed:
+        """Where the queries and keys of a call are in the text."""
+        call, forward = observed.call, self.run.forward
+        if forward is not None:
+            return forward.place(observed, self.modules.get(observed.module))
+        start = None if observed.group == "cross" else call.k.shape[2] - call.q.shape[2]
+        return Placed(start, 0, observed.queries, observed.first)
+
+    def _shared(self, name: str, shared: Shared, result: Result) -> Result:
+        """Record a call whose sequence several processes share: each records the statistics of the whole sequence."""
+        if self.receive is not None or self.texts is not None:
+            raise InputError(
+                f"model shares its sequence with other processes in {name}; expected a call in one process, because "
+                "only statistics are exchanged between processes"
+            )
+        if ACTIVE.get(self.model):
+            raise InputError("group: attention that several processes share cannot be edited; expected no edits")
+        if self.run.sequences.real_source or self.run.sequences.real_target:
+            raise InputError(
+                f"inputs has padding, but {name} shares its sequence with other processes, where padding is not "
+                "supported; expected no padding"
+            )
+        if names := [s.name for s in self.measures.statistics]:
+            raise InputError(
+                f"statistics has {', '.join(names)}, but {name} shares its sequence with other processes, where custom "
+                "statistics are not supported; expected none"
+            )
+        self.fired.append(name)
+        self.on_call(name)
+        group = "self" if shared.grid.n_queries == shared.grid.n_keys else "cross"
+        _, layer = self._number(group, name)
+        if self.layers is None or layer in self.layers:
+            self.group, call = shared.group, detached(shared.call)
+            mass, of_prefix = self.measures.masses(0, shared.grid.n_keys), [PrefixSinkScores(PREFIX)]
+            found = sweep(call, RowState(result.lse), mass=mass, statistics=of_prefix, shared=shared)
+            whole = mapped(replace(found, prefix_sink_scores=None), lambda x: ring.unshard(x, shared.group))
+            whole = replace(whole, prefix_sink_scores=found.prefix_sink_scores)  # every process has all of them
+            self._measured.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
+        return result
+
+
+def unobserved(observer: Observer) -> list[str]:
+    """Attention modules without a record: modules that ran without a call, and modules that could not be read."""
+    ran = {observer.names[module] for module in observer.ran}
+    silent = (set(observer.expected) & ran) - set(observer.fired)
+    return sorted(silent | set(observer.unreadable))
