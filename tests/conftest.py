@@ -9,7 +9,7 @@ import itertools
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -386,6 +386,19 @@ def refused(argument: str, match: str | None = None) -> Iterator[None]:
         yield
     assert raised.value.argument == argument, f"the error is about {raised.value.argument!r}: {raised.value}"
     assert "\n" not in str(raised.value)
+
+
+def refusals(rows: Sequence[tuple[Any, ...]]) -> Callable[..., None]:
+    """A test of a table: each row has an argument, a call that is refused because of it, and maybe what is said."""
+
+    @pytest.mark.parametrize("row", rows, ids=[row[0] for row in rows])
+    def is_refused(row: tuple[Any, ...]) -> None:
+        argument, *others = row
+        call = next(x for x in others if callable(x))
+        with refused(argument, next((x for x in others if isinstance(x, str)), None)):
+            call()
+
+    return is_refused
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hf_models as hf
 import qkv
-from conftest import Command, refused
+from conftest import Command, refusals
 from own_objects import Heavy, Taken
 from profile_fixture import OF_ONE_TEXT, by_definition
 from qkv import Attention, biases, features, masks, normalizers
@@ -536,11 +536,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("model", "dropout", lambda: own_profile(Dropping(), IDS)),
 ]
 
-
-@pytest.mark.parametrize(("argument", "match", "run"), REFUSALS)
-def test_profile_errors_name_the_argument(argument: str, match: str | None, run: Callable[[], object]) -> None:
-    with refused(argument, match):
-        run()
+test_profile_errors_name_the_argument = refusals(REFUSALS)
 
 
 # --- folders, reports, the command line -------------------------------------------------------------------------------
