@@ -25,7 +25,6 @@ from conftest import covering
 from qkv import native
 from qkv.biases import ALiBi, Bias, ByDistance, RelativePosition, SoftCap, T5Bias, TensorBias
 from qkv.engine import Call
-from qkv.errors import InputError
 from qkv.masks import Blockwise, Causal, Dense, Grid, Mask, Prefix, Shifted, Window
 from qkv.normalizers import Softmax
 from qkv.statistics import measure
@@ -519,10 +518,3 @@ def test_gradients_of_biases_differ_or_are_not_the_same_bits_again(shape: str, m
         torch.set_num_threads(threads)
     assert [i for i, x in enumerate(first) if not torch.equal(x, second[i])] == []
     assert_close(first, found("eager", torch.float64))
-
-
-def test_a_second_derivative_is_not_refused() -> None:
-    q, k, v = (x.requires_grad_() for x in inputs("grouped heads", 1.0))
-    grad = torch.autograd.grad(qkv.attend(q, k, v, kernel="native").sum(), q, create_graph=True)[0]
-    with pytest.raises(InputError, match="native"):
-        grad.sum().backward()
