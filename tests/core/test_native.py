@@ -207,7 +207,7 @@ def test_products_of_bfloat16_differ_from_float64(
 
 @pytest.mark.usefixtures("bfloat16_products")
 def test_bfloat16_without_statistics_or_its_gradients_differ_from_the_call_with_all() -> None:
-    for shape in ("few queries", "odd sizes", "three queries of a group"):
+    for shape in ("few queries", "odd sizes", "three queries of a group", "several tiles"):
         q, k, v = (x.bfloat16().requires_grad_() for x in inputs(shape))
         out, whole = qkv.attend(q, k, v, mask=Causal()), qkv.attend(q, k, v, mask=Causal(), return_lse=True)[0]
         exact = qkv.attend(q.double(), k.double(), v.double(), mask=Causal())
@@ -464,12 +464,6 @@ def test_one_pass_gives_other_gradients_than_the_weights(shape: str, mask: str, 
         return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
 
     assert_close(found(torch.float32, "auto"), found(torch.float64, "eager"))
-
-
-def test_half_precision_differs_from_the_weights_by_more_than_its_rounding() -> None:
-    tensors = [x.bfloat16() for x in inputs("several tiles", 1.0)]
-    want = results([x.double() for x in tensors], None, "eager", mask=Causal())
-    assert_close(results(tensors, None, "native", mask=Causal()), want, 0.02)
 
 
 def test_threads_change_gradients_or_the_same_number_of_them_gives_other_bits() -> None:
