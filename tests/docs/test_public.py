@@ -38,6 +38,7 @@ def test_dir_shows_exactly_the_public_names() -> None:
         shown = [x for x in dir(module) if not (x.startswith("__") and x.endswith("__"))]
         assert shown == sorted(module.__all__), name
         assert [x for x in shown if not hasattr(module, x)] == [], name
+        assert not hasattr(module, "atend"), name
 
 
 def test_tables_of_lazy_names_agree() -> None:
