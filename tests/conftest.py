@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
 import itertools
 import os
 import random
@@ -436,6 +437,20 @@ class Command:
         assert ran.err.startswith("qkv: ")
         assert ran.err.count("\n") == 1, ran.err
         return ran.err
+
+
+class Terminal(io.StringIO):
+    """A terminal that remembers how much had been written when it was flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flushed: list[int] = []
+
+    def flush(self) -> None:
+        self.flushed.append(len(self.getvalue()))
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
