@@ -8,7 +8,6 @@ import importlib
 import operator
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -16,19 +15,7 @@ import pages
 import qkv
 from contract import interface
 
-PACKAGES = {"qkv", "qkv_lab"}
-"""Packages whose `__all__` names modules."""
-
-
-def modules(package: str) -> list[str]:
-    """The public modules of a package, recursively."""
-    module = importlib.import_module(package)
-    names = [name for name in module.__all__ if isinstance(getattr(module, name), ModuleType)]
-    found = [f"{package}.{name}" for name in names]
-    return [package, *(x for name in found for x in (modules(name) if name in PACKAGES else [name]))]
-
-
-MODULES = [*modules("qkv"), *modules("qkv_lab")]
+MODULES = [*interface.modules(), *interface.modules("qkv_lab")]
 
 
 def test_dir_shows_exactly_the_public_names() -> None:
@@ -107,7 +94,7 @@ def test_a_public_function_takes_at_most_twelve_arguments() -> None:
 
 def test_no_two_public_classes_of_qkv_have_one_name() -> None:
     found: dict[str, type] = {}
-    for module in (importlib.import_module(name) for name in modules("qkv")):
+    for module in (importlib.import_module(name) for name in interface.modules()):
         for thing in (getattr(module, name) for name in module.__all__):
             assert not isinstance(thing, type) or found.setdefault(thing.__name__, thing) is thing, thing
 
