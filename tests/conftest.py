@@ -113,6 +113,12 @@ def set_sizes(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
 
 
 @pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention by its formula, as torch's own switch has it: no trace, which takes long, and no warning."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made, and their files written, but nothing is drawn: other tests draw one of each kind."""
 

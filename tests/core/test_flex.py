@@ -62,12 +62,6 @@ LEARNED = {TensorBias: "tensor", T5Bias: "table", RelativePosition: "keys", ALiB
 
 
 @pytest.fixture
-def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own switch to call score_mod and mask_mod as they are: no tracing, no warning."""
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-
-
-@pytest.fixture
 def traced() -> Iterator[None]:
     yield
     torch.compiler.reset()

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
 
 from conftest import MASKS, close, covering, oracle, rand, refused, set_tile, triple
 from own_objects import (
@@ -245,12 +244,7 @@ LOW = [
 # --- the check --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def _formula_of_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention's formula, without a trace of each cell: test_flex.py traces and compiles."""
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-
-
+@pytest.mark.usefixtures("untraced")  # test_flex.py traces and compiles
 @pytest.mark.parametrize("cell", [*CELLS, *SOFTMAX, *LONG, *LOW], ids=str)
 def test_every_kernel_computes_what_the_specification_says_or_refuses(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
