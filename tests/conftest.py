@@ -391,6 +391,7 @@ def refused(argument: str, match: str | None = None) -> Iterator[None]:
     """Inside, an `InputError` of one line is raised that names this argument; `match` tells errors of one apart."""
     with pytest.raises(InputError, match=match) as raised:
         yield
+    assert isinstance(raised.value, ValueError)
     assert raised.value.argument == argument, f"the error is about {raised.value.argument!r}: {raised.value}"
     assert "\n" not in str(raised.value)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import qkv
 from conftest import close, rand, refusals, refused, triple
 from own_objects import SoftplusSquared
-from qkv import InputError, attend, biases, masks, measure, normalizers, reference
+from qkv import attend, biases, masks, measure, normalizers, reference
 from qkv.masks import Causal, Dense, Document, Padding, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
@@ -270,7 +270,3 @@ REFUSALS: list[tuple[str, Callable[[], object], str | None]] = [
 ]
 
 test_wrong_options_and_parameters_are_rejected = refusals(REFUSALS)
-
-
-def test_an_input_error_is_a_value_error() -> None:
-    assert issubclass(InputError, ValueError)
