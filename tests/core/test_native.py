@@ -462,15 +462,12 @@ def test_one_pass_gives_other_gradients_than_the_weights(shape: str, mask: str, 
     assert_close(found(torch.float32, "auto"), found(torch.float64, "eager"))
 
 
-def test_threads_change_gradients_or_the_same_number_of_them_gives_other_bits() -> None:
-    tensors, threads = inputs("several tiles", 1.0), torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        first, second = (results(tensors, torch.zeros(3), "native", mask=Causal()) for _ in range(2))
-        torch.set_num_threads(1)
-        alone = results(tensors, torch.zeros(3), "native", mask=Causal())
-    finally:
-        torch.set_num_threads(threads)
+def test_threads_change_gradients_or_the_same_number_of_them_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, found = inputs("several tiles", 1.0), []
+    for threads in (2, 2, 1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(results(tensors, torch.zeros(3), "native", mask=Causal()))
+    first, second, alone = found
     assert [i for i, x in enumerate(first) if not torch.equal(x, second[i])] == []
     assert_close(first, [x.double() for x in alone], 1e-5)
 
@@ -489,7 +486,10 @@ LEARNED: dict[str, tuple[Callable[..., tuple[Bias, ...]], Callable[..., list[tup
 
 
 @pytest.mark.parametrize(("shape", "mask", "learned"), covering(GRADED, GRADED_MASKS, LEARNED))
-def test_gradients_of_biases_differ_or_are_not_the_same_bits_again(shape: str, mask: str, learned: str) -> None:
+def test_gradients_of_biases_differ_or_are_not_the_same_bits_again(
+    shape: str, mask: str, learned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
     made, (bias, sizes) = MASKS[mask](torch.rand(b, n_keys) > 0.3), LEARNED[learned]
     tensors, parameters = inputs(shape, 1.0), [torch.randn(size) / 4 for size in sizes(b, h, n_queries, n_keys)]
@@ -500,11 +500,6 @@ def test_gradients_of_biases_differ_or_are_not_the_same_bits_again(shape: str, m
             [x.to(dtype) for x in tensors], torch.zeros(h).to(dtype), kernel, learned=mine, bias=bias(*mine), mask=made
         )
 
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        first, second = (found("native", torch.float32) for _ in range(2))
-    finally:
-        torch.set_num_threads(threads)
+    first, second = (found("native", torch.float32) for _ in range(2))
     assert [i for i, x in enumerate(first) if not torch.equal(x, second[i])] == []
     assert_close(first, found("eager", torch.float64))
