@@ -17,7 +17,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor, nn
 
 import qkv
-from conftest import MASKS, close, rand, refused, triple
+from conftest import MASKS, close, rand, refusals, refused, triple
 from own_objects import SoftplusSquared
 from qkv import biases, masks
 from qkv.biases import ALiBi, RelativePosition, SoftCap, T5Bias, TensorBias
@@ -211,11 +211,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"normalizer": own(branching)}, "single scores"),
 ]
 
-
-@pytest.mark.parametrize(("asked", "reason"), REFUSALS, ids=[reason for _, reason in REFUSALS])
-def test_what_it_cannot_serve_has_a_reason(asked: dict[str, Any], reason: str) -> None:
-    with refused("kernel", reason):
-        qkv.attend(*triple(), kernel="flex", **asked)
+test_what_it_cannot_serve_has_a_reason = refusals([
+    ("kernel", reason, lambda asked=asked: qkv.attend(*triple(), kernel="flex", **asked)) for asked, reason in REFUSALS
+])  # fmt: skip
 
 
 @pytest.mark.usefixtures("untraced")
