@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
 import itertools
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -109,6 +110,12 @@ def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 def set_sizes(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
     """Other numbers in the table of sizes."""
     monkeypatch.setitem(BY_DEVICE, "cpu", replace(BY_DEVICE["cpu"], **changed))
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention by its formula, as torch's own switch has it: no trace, which takes long, and no warning."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 @pytest.fixture
@@ -384,8 +391,22 @@ def refused(argument: str, match: str | None = None) -> Iterator[None]:
     """Inside, an `InputError` of one line is raised that names this argument; `match` tells errors of one apart."""
     with pytest.raises(InputError, match=match) as raised:
         yield
+    assert isinstance(raised.value, ValueError)
     assert raised.value.argument == argument, f"the error is about {raised.value.argument!r}: {raised.value}"
     assert "\n" not in str(raised.value)
+
+
+def refusals(rows: Sequence[tuple[Any, ...]]) -> Callable[..., None]:
+    """A test of a table: each row has an argument, a call that is refused because of it, and maybe what is said."""
+
+    @pytest.mark.parametrize("row", rows, ids=[row[0] for row in rows])
+    def is_refused(row: tuple[Any, ...]) -> None:
+        argument, *others = row
+        call = next(x for x in others if callable(x))
+        with refused(argument, next((x for x in others if isinstance(x, str)), None)):
+            call()
+
+    return is_refused
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -423,6 +444,20 @@ class Command:
         assert ran.err.startswith("qkv: ")
         assert ran.err.count("\n") == 1, ran.err
         return ran.err
+
+
+class Terminal(io.StringIO):
+    """A terminal that remembers how much had been written when it was flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flushed: list[int] = []
+
+    def flush(self) -> None:
+        self.flushed.append(len(self.getvalue()))
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 import qkv
-from conftest import Command, refused
+from conftest import Command, Terminal, refused
 from forked import Forked, view_without_end
 from fuzz.files.formats import GOLDEN as FORMATS
 from qkv._progress import bar, say, spinner
@@ -183,13 +183,6 @@ def test_the_address_is_printed_whole_and_opened_in_a_browser_unless_told_not_to
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    """Standard error as a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Terminal:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import Command, refused
+from conftest import Command, Terminal, refused
 from qkv import cache
 from qkv.models import checkpoint
 from qkv.models.decoder import DecoderConfig, DecoderLM
@@ -181,21 +181,8 @@ def test_own_models_read_bytes_or_tokenizer_json(own: Path, tmp_path: Path) -> N
 # --- streaming, seeds, stops, caches ----------------------------------------------------------------------------------
 
 
-class Terminal(io.StringIO):
-    """A terminal that remembers how much had been written when it was flushed."""
-
-    flushed: list[int]
-
-    def flush(self) -> None:
-        self.flushed.append(len(self.getvalue()))
-
-    def isatty(self) -> bool:
-        return True
-
-
 def test_every_piece_is_flushed(own: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    terminal.flushed = []
     monkeypatch.setenv("TERM", "xterm")
     assert command("generate", own, PROMPT, "--tokens", 30, "--seed", 3).code == 0
     assert terminal.getvalue().startswith(f"\x1b[2m{PROMPT}\x1b[0m")
@@ -332,7 +319,6 @@ def test_interrupt_exits_with_130(own: Path, command: Command, monkeypatch: pyte
                 signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(sys, "stdout", terminal := Interrupts())
-    terminal.flushed = []
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
     ran = command("generate", own, PROMPT, "--tokens", 1000, "--cache", "sliding:16")
     signal.signal(signal.SIGINT, before)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import MASKS, close, oracle, rand, refused, triple
+from conftest import MASKS, close, oracle, rand, refusals, refused, triple
 from own_objects import MeanAttention
 from qkv import Attention, InputError, attend, biases, kernels, masks, normalizers, scores
 from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
@@ -340,11 +340,7 @@ SIZES: list[tuple[str, Callable[[], object]]] = [
     ("recent", lambda: MeanAttention(3, 3)), ("recent", lambda: MeanAttention(3, 0)),
 ]  # fmt: skip
 
-
-@pytest.mark.parametrize(("argument", "make"), SIZES)
-def test_sizes_that_are_no_numbers_of_keys_are_refused(argument: str, make: Callable[[], object]) -> None:
-    with refused(argument):
-        make()
+test_sizes_that_are_no_numbers_of_keys_are_refused = refusals(SIZES)
 
 
 def rejects(cache: Cache, argument: str, attention: Attention = CAUSAL, match: str | None = None, **extra: Any) -> None:

@@ -32,18 +32,6 @@ def pair_of_layers(d: int = 24, heads: int = 6, **options: Any) -> tuple[MultiHe
     return from_torch(theirs), theirs
 
 
-def formula(layer: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and weights by the definition, from the parameters of a fused layer."""
-    w_q, w_k, w_v = layer.in_proj.weight.chunk(3)
-    b_q, b_k, b_v = layer.in_proj.bias.chunk(3)
-    q, k, v = (
-        (x @ w.T + b).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-        for x, w, b in ((query, w_q, b_q), (key, w_k, b_k), (value, w_v, b_v))
-    )
-    weights = (q @ k.mT / layer.head_dim**0.5).softmax(-1)
-    return (weights @ v).transpose(1, 2).flatten(2) @ layer.out_proj.weight.T + layer.out_proj.bias, weights
-
-
 # --- sources and names ------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +49,7 @@ def test_query_key_and_value_can_come_from_three_sources(kdim: int | None) -> No
     close(ours(query, key), ours(query, key, key))
     if kdim is None:
         for got in (ours(query, value=query + 1), ours(query, query, query + 1)):
-            close(got, formula(ours, query, query, query + 1)[0])
+            close(got, theirs(query, query, query + 1)[0])
 
 
 def test_the_same_tensor_three_times_is_self_attention_with_positions_and_a_cache() -> None:
@@ -190,11 +178,12 @@ def test_dropout_of_weights_is_torchs() -> None:
     layer = MultiHeadAttention(24, 6, dropout=0.25).double()
     assert layer.composition.attention.dropout_p == 0.25
     assert to_torch(layer).dropout == 0.25
-    layer.load_state_dict(pair_of_layers()[0].state_dict())
+    ours, theirs = pair_of_layers()
+    layer.load_state_dict(ours.state_dict())
     x = rand(64, 9, 24)
-    _, kept = formula(layer, x, x, x)
+    out, kept = theirs(x, x, x, average_attn_weights=False)
     weights = layer(x, return_weights=True)[1]
     dropped = weights == 0
     close(weights, torch.where(dropped, 0, kept / 0.75))
     assert abs(dropped.double().mean().item() - 0.25) < 5 * (0.25 * 0.75 / dropped.numel()) ** 0.5
-    close(layer.eval()(x), formula(layer, x, x, x)[0])
+    close(layer.eval()(x), out)

@@ -17,7 +17,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor, nn
 
 import qkv
-from conftest import MASKS, close, rand, refused, triple
+from conftest import MASKS, close, rand, refusals, refused, triple
 from own_objects import SoftplusSquared
 from qkv import biases, masks
 from qkv.biases import ALiBi, RelativePosition, SoftCap, T5Bias, TensorBias
@@ -59,12 +59,6 @@ NORMALIZERS: dict[str, Normalizer] = {
     "softplus, key": SoftplusSquared(key=rand(H, D)),
 }
 LEARNED = {TensorBias: "tensor", T5Bias: "table", RelativePosition: "keys", ALiBi: "slopes"}
-
-
-@pytest.fixture
-def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own switch to call score_mod and mask_mod as they are: no tracing, no warning."""
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 @pytest.fixture
@@ -217,11 +211,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"normalizer": own(branching)}, "single scores"),
 ]
 
-
-@pytest.mark.parametrize(("asked", "reason"), REFUSALS, ids=[reason for _, reason in REFUSALS])
-def test_what_it_cannot_serve_has_a_reason(asked: dict[str, Any], reason: str) -> None:
-    with refused("kernel", reason):
-        qkv.attend(*triple(), kernel="flex", **asked)
+test_what_it_cannot_serve_has_a_reason = refusals([
+    ("kernel", reason, lambda asked=asked: qkv.attend(*triple(), kernel="flex", **asked)) for asked, reason in REFUSALS
+])  # fmt: skip
 
 
 @pytest.mark.usefixtures("untraced")

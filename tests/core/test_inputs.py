@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import qkv
-from conftest import close, rand, refused, triple
+from conftest import close, rand, refusals, refused, triple
 from own_objects import SoftplusSquared
-from qkv import InputError, attend, biases, masks, measure, normalizers, reference
+from qkv import attend, biases, masks, measure, normalizers, reference
 from qkv.masks import Causal, Dense, Document, Padding, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
@@ -269,14 +269,4 @@ REFUSALS: list[tuple[str, Callable[[], object], str | None]] = [
     ("mask", lambda: Dense(ones(11, 13) - 1), "float64"),
 ]
 
-
-@pytest.mark.parametrize(("argument", "call", "match"), REFUSALS)
-def test_wrong_options_and_parameters_are_rejected(
-    argument: str, call: Callable[[], object], match: str | None
-) -> None:
-    with refused(argument, match):
-        call()
-
-
-def test_an_input_error_is_a_value_error() -> None:
-    assert issubclass(InputError, ValueError)
+test_wrong_options_and_parameters_are_rejected = refusals(REFUSALS)

@@ -361,6 +361,13 @@ def test_the_same_seed_drops_the_same_pairs_on_every_kernel(normalizer: Normaliz
     weights = weights_of(q, k, kernel="tiled", **asked)
     plain = weights_of(q, k, mask=Causal(), normalizer=normalizer)
     close(weights, torch.where(weights == 0, 0, plain / 0.7))
+    torch.manual_seed(5)
+    out, returned = attend(q, k, v, return_weights=True, **asked)
+    close(returned, weights)
+    close(out, returned @ v.repeat_interleave(3, 1))
+    if normalizer.has_lse:  # that of the scores, none of which is dropped
+        lse, whole = (attend(q, k, v, return_lse=True, **asked | {"dropout_p": p})[1] for p in (0.3, 0.0))
+        close(lse, whole)
 
 
 @pytest.mark.parametrize("kernel", ["tiled", "eager"])
@@ -393,13 +400,3 @@ def test_dropout_takes_its_seed_from_torch_and_only_when_it_drops() -> None:
         assert not torch.equal(first, attend(q, k, v, **asked))
         torch.manual_seed(4)
         assert torch.equal(first, attend(q, k, v, **asked))
-
-
-def test_the_lse_and_the_weights_under_dropout() -> None:
-    """The lse is that of the scores; the weights are those after dropout."""
-    q, k, v = triple()
-    out, lse, weights = attend(q, k, v, mask=Causal(), dropout_p=0.25, return_lse=True, return_weights=True)
-    plain = attend(q, k, v, mask=Causal(), return_lse=True, return_weights=True)
-    close(lse, plain[1])
-    close(weights, torch.where(weights == 0, 0.0, plain[2] / 0.75))
-    close(out, weights @ v.repeat_interleave(3, 1))

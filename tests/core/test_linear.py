@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import close, covering, largest_tensor, rand, refused, triple
+from conftest import close, covering, largest_tensor, rand, refusals, set_tile, triple
 from qkv import InputError, attend
 from qkv.biases import ALiBi
 from qkv.features import Favor, elu_plus_one, relu
@@ -32,15 +31,6 @@ MASKS: dict[str, Mask | None] = {
     "left padding, causal": Padding([2, 8], "left") & Causal(),
     "one length": Causal() & Padding([7]),
 }
-
-
-@pytest.fixture(params=[3, 4, 128])
-def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Chunks so small that a handful of tokens makes several."""
-    defaults = importlib.import_module("qkv.kernels.linear")
-    run = defaults.attention
-    monkeypatch.setattr(defaults, "attention", lambda *a, **kw: run(*a, **kw, chunk=request.param))
-    return request.param
 
 
 def called(kernel: str, q: Tensor, k: Tensor, v: Tensor, **parts: Any) -> Tensor:
@@ -80,13 +70,17 @@ def with_state(*tensors: Tensor, **options: Any) -> tuple[Tensor, LinearState]:
 CELLS = covering(MASKS, [1, 11, 17], MAPS, ["sum", "keys", None], [3, 4, 128])
 
 
-@pytest.mark.parametrize(("mask", "nq", "kind", "divide", "chunk"), CELLS, indirect=["chunk"])
-def test_the_linear_kernel_matches_eager(chunk: int, mask: str, nq: int, kind: str, divide: str | None) -> None:
+@pytest.mark.parametrize(("mask", "nq", "kind", "divide", "chunk"), CELLS)
+def test_the_linear_kernel_matches_eager(
+    mask: str, nq: int, kind: str, divide: str | None, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_tile(monkeypatch, chunk)
     agree(triple(nq=nq), mask=MASKS[mask], score=Features(MAPS[kind]), normalizer=Identity(divide))
 
 
 @pytest.mark.parametrize(("score", "divide"), [(Dot(), "keys"), (Dot(scale=-0.7), None), (General(rand(3, 3)), "keys")])
-def test_any_product_score_without_a_normalizer_is_served(chunk: int, score: Any, divide: str | None) -> None:
+@pytest.mark.usefixtures("tile")
+def test_any_product_score_without_a_normalizer_is_served(score: Any, divide: str | None) -> None:
     agree(triple(), mask=Causal() & Padding([5, 12]), score=score, normalizer=Identity(divide))
 
 
@@ -269,26 +263,23 @@ def test_linformer_has_gradients_and_padding() -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-REFUSALS: list[tuple[str, Callable[..., object]]] = [
-    ("chunk", lambda q, k, v: run(q, k, v, chunk=0)),
-    ("map", lambda q, k, v: run(q, k, v, features=3)),
-    ("q", lambda q, k, v: run(q, k[..., :2], v)),
-    ("x", lambda q, k, v: run(q, k, v, features=Favor(4))),
-    ("state", lambda q, k, v: run(q, k, v, state=LinearState.zero(2, 6, 3, 5))),
-    ("state", lambda q, k, v: run(q, k[:, :, :4], v[:, :, :4], state=LinearState.zero(2, 2, 3, 5))),
-    ("head_dim", lambda q, k, v: Favor(0)),
-    ("n_features", lambda q, k, v: Favor(3, 0)),
-    ("e", lambda q, k, v: linformer(q, k, v, rand(12, 7))),
-    ("e", lambda q, k, v: linformer(q, k, v, rand(6, 13, 7))),
-    ("e", lambda q, k, v: linformer(q, k, v, 7)),  # type: ignore[arg-type]
-    ("e", lambda q, k, v: linformer(q, k, v, rand(13, 7), rand(13, 5))),
-    ("f", lambda q, k, v: linformer(q, k, v, rand(13, 7), rand(7, 13))),
-    ("lengths", lambda q, k, v: linformer(q, k, v, rand(13, 7), lengths=[14, 1])),
-    ("lengths", lambda q, k, v: linformer(q, k, v, rand(13, 7), lengths=[1, 1, 1])),
+Q, K, V = triple()
+REFUSALS: list[tuple[str, Callable[[], object]]] = [
+    ("chunk", lambda: run(Q, K, V, chunk=0)),
+    ("map", lambda: run(Q, K, V, features=3)),
+    ("q", lambda: run(Q, K[..., :2], V)),
+    ("x", lambda: run(Q, K, V, features=Favor(4))),
+    ("state", lambda: run(Q, K, V, state=LinearState.zero(2, 6, 3, 5))),
+    ("state", lambda: run(Q, K[:, :, :4], V[:, :, :4], state=LinearState.zero(2, 2, 3, 5))),
+    ("head_dim", lambda: Favor(0)),
+    ("n_features", lambda: Favor(3, 0)),
+    ("e", lambda: linformer(Q, K, V, rand(12, 7))),
+    ("e", lambda: linformer(Q, K, V, rand(6, 13, 7))),
+    ("e", lambda: linformer(Q, K, V, 7)),  # type: ignore[arg-type]
+    ("e", lambda: linformer(Q, K, V, rand(13, 7), rand(13, 5))),
+    ("f", lambda: linformer(Q, K, V, rand(13, 7), rand(7, 13))),
+    ("lengths", lambda: linformer(Q, K, V, rand(13, 7), lengths=[14, 1])),
+    ("lengths", lambda: linformer(Q, K, V, rand(13, 7), lengths=[1, 1, 1])),
 ]
 
-
-@pytest.mark.parametrize(("argument", "wrong"), REFUSALS)
-def test_linear_attention_rejects_wrong_arguments(argument: str, wrong: Callable[..., object]) -> None:
-    with refused(argument):
-        wrong(*triple())
+test_linear_attention_rejects_wrong_arguments = refusals(REFUSALS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import qkv
-from conftest import MASKS, close, fits, largest_tensor, oracle, rand, refused, set_sizes, set_tile, triple  # fmt: skip
-from qkv import InputError, attend, biases, masks, normalizers, reference
+from conftest import MASKS, close, fits, largest_tensor, oracle, rand, refusals, set_sizes, set_tile, triple
+from qkv import attend, biases, masks, normalizers, reference
 from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Mask, Padding, Window
 from qkv.normalizers import Softmax
@@ -291,20 +291,21 @@ def test_nan_is_ignored_in_uncounted_queries_and_kept_in_counted_ones() -> None:
         assert not getattr(spoilt, name)[0, :, :7].isnan().any(), name
 
 
-@pytest.mark.parametrize(
-    ("argument", "options"),
-    [
-        ("mass", {"mass": {"near": torch.ones(11, 13).bool()}}),
-        ("lengths", {"mass": {"near": Padding([14])}}),
-        ("queries", {"queries": torch.ones(2, 11)}),
-        ("queries", {"queries": torch.ones(2, 13).bool()}),
-        ("first", {"first": 13}),
-        ("normalizer", {"normalizer": normalizers.Identity()}),  # negative weights
-    ],
-)
-def test_measure_rejects_masks_and_queries_that_do_not_fit(argument: str, options: dict[str, Any]) -> None:
-    with refused(argument):
-        qkv.measure(*triple()[:2], **options)
+Q, K, _ = triple()
+WIDE = torch.ones(40, 40, dtype=torch.bool)
+REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
+    ("mass", None, lambda: qkv.measure(Q, K, mass={"near": torch.ones(11, 13).bool()})),
+    ("lengths", None, lambda: qkv.measure(Q, K, mass={"near": Padding([14])})),
+    ("queries", None, lambda: qkv.measure(Q, K, queries=torch.ones(2, 11))),
+    ("queries", None, lambda: qkv.measure(Q, K, queries=torch.ones(2, 13).bool())),
+    ("first", None, lambda: qkv.measure(Q, K, first=13)),
+    ("normalizer", None, lambda: qkv.measure(Q, K, normalizer=normalizers.Identity())),  # negative weights
+    ("mask", "40", lambda: qkv.measure(Q, K, statistics=[Mass("large", Dense(WIDE))])),
+    ("mask", None, lambda: Mass("tensor", WIDE)),  # type: ignore[arg-type]
+    ("statistics", "one Sink object", lambda: qkv.measure(Q, K, statistics=Sink())),  # type: ignore[arg-type]
+]
+
+test_measure_rejects_masks_queries_and_statistics_that_do_not_fit = refusals(REFUSALS)
 
 
 # --- large numbers, memory and resolution -----------------------------------------------------------------------------
@@ -378,17 +379,6 @@ def test_a_tile_holds_the_first_key_of_its_text() -> None:
     q, k, _ = triple()
     result = qkv.measure(q, k, first=torch.tensor([3, 0]), statistics=[Sink()])
     close(result.own["sink"], result.sink)
-
-
-def test_statistics_reject_masks_that_do_not_fit() -> None:
-    q, k, _ = triple()
-    larger = torch.ones(40, 40, dtype=torch.bool)
-    with pytest.raises(InputError, match="40"):
-        qkv.measure(q, k, statistics=[Mass("large", Dense(larger))])
-    with refused("mask"):
-        Mass("tensor", larger)  # type: ignore[arg-type]
-    with refused("statistics", "one Sink object"):
-        qkv.measure(q, k, statistics=Sink())  # type: ignore[arg-type]
 
 
 # --- of weights -------------------------------------------------------------------------------------------------------
@@ -466,11 +456,9 @@ REFUSED: list[tuple[Any, Mask | None]] = [
     ((torch.ones(1, 2, 4, 4),) * 3, None),  # all layers at once
 ]
 
-
-@pytest.mark.parametrize(("w", "mask"), REFUSED)
-def test_arguments_that_are_not_weights_are_refused(w: Any, mask: Mask | None) -> None:
-    with refused("w"):
-        measure_weights(w, mask)
+test_arguments_that_are_not_weights_are_refused = refusals([
+    ("w", lambda w=w, mask=mask: measure_weights(w, mask)) for w, mask in REFUSED
+])  # fmt: skip
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import close, rand, refused
+from conftest import close, rand, refusals, refused
 from qkv import Attention, masks, normalizers, scores
 from qkv.biases import T5Bias, TensorBias
 from qkv.nn import (
@@ -350,10 +350,4 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("module", "biases in some", lambda: to_torch(block_of(norm_bias=False))),
 ]  # fmt: skip
 
-
-@pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
-def test_wrong_sizes_and_modules_without_counterpart_are_refused(
-    argument: str, match: str | None, call: Callable[[], object]
-) -> None:
-    with refused(argument, match):
-        call()
+test_wrong_sizes_and_modules_without_counterpart_are_refused = refusals(REFUSALS)

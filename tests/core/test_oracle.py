@@ -9,15 +9,14 @@ included, changes nothing for it.
 from __future__ import annotations
 
 import itertools
-import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import make_matrix
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
 
 from conftest import MASKS, close, covering, oracle, rand, refused, set_tile, triple
 from own_objects import (
@@ -245,12 +244,7 @@ LOW = [
 # --- the check --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def _formula_of_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention's formula, without a trace of each cell: test_flex.py traces and compiles."""
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-
-
+@pytest.mark.usefixtures("untraced")  # test_flex.py traces and compiles
 @pytest.mark.parametrize("cell", [*CELLS, *SOFTMAX, *LONG, *LOW], ids=str)
 def test_every_kernel_computes_what_the_specification_says_or_refuses(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
@@ -404,7 +398,5 @@ def test_alibi_slopes_of_any_number_of_heads(heads: int) -> None:
 
 def test_the_published_table_is_up_to_date() -> None:
     """Which kernel serves which part."""
-    docs = Path(__file__).parents[2] / "docs"
-    assert (docs / "matrix.md").read_text() == runpy.run_path(str(docs / "make_matrix.py"))["page"](), (
-        "run `make figures`"
-    )
+    published = Path(__file__).parents[2] / "docs" / "matrix.md"
+    assert published.read_text() == make_matrix.page(), "run `make figures`"

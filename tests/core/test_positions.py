@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conftest import close, rand, refused
+from conftest import close, rand, refusals
 from hf_models import build
 from qkv.cache.evicting import policies_of
 from qkv.models.pretrained import ROTATE_AS_LLAMA, tell_rotary
@@ -143,11 +143,7 @@ REFUSALS: list[tuple[str, Callable[[], object]]] = [
     ("positions", lambda: Rotary(4)(torch.ones(1, 1, 2, 4), torch.arange(3))),
 ]
 
-
-@pytest.mark.parametrize(("argument", "make"), REFUSALS)
-def test_positions_reject_wrong_arguments(argument: str, make: Callable[[], object]) -> None:
-    with refused(argument):
-        make()
+test_positions_reject_wrong_arguments = refusals(REFUSALS)
 
 
 def test_tables_of_a_trace_are_not_cached() -> None:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.attention.flex_attention as torch_flex
 
 import qkv
 import ring_cases
@@ -117,8 +116,8 @@ def test_a_group_of_one_holds_the_whole_sequence(alone: dist.ProcessGroup) -> No
 
 
 @pytest.mark.parametrize("name", ["documents, causal", "ALiBi"])
-def test_blocks_can_use_flex(name: str, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # shape checks cannot be traced
+@pytest.mark.usefixtures("untraced")  # shape checks cannot be traced
+def test_blocks_can_use_flex(name: str, alone: dist.ProcessGroup) -> None:
     case = ring_cases.CASES[name]
     x, asked = case.tensors()[:3], case.composed(case.parameter())
     want, got = (qkv.ring.attend(*x, alone, mask=case.mask, kernel=one, **asked) for one in ("auto", "flex"))

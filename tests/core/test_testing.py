@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import flex_attention
 
 import own_objects as own
 from conftest import rand
@@ -294,8 +293,8 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("thing", "options"), SOUND, ids=[type(thing).__name__ for thing, _ in SOUND])
-def test_correct_objects_pass(thing: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # test_flex.py traces it
+@pytest.mark.usefixtures("untraced")
+def test_correct_objects_pass(thing: Any, options: dict[str, Any]) -> None:
     check_of(thing)(thing, **options)
 
 

@@ -205,13 +205,3 @@ except ModuleNotFoundError as error:
     assert {name.split(".")[0] for name in loaded} & HEAVY == set()
     assert blocked.split()[0] in HEAVY
     assert "is blocked" in blocked
-
-
-def test_names_that_do_not_exist_are_said_so() -> None:
-    import qkv
-
-    with pytest.raises(AttributeError, match="module 'qkv' has no attribute 'atend'"):
-        qkv.atend  # noqa: B018
-    for name in qkv.__all__:
-        if name not in ("Profile", "profile"):
-            assert hasattr(qkv, name)

@@ -17,7 +17,6 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.attention import flex_attention
 
 import pages
 from qkv import cli
@@ -55,13 +54,14 @@ class Shell:
 
 
 @pytest.fixture
-def reader_environment(tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def reader_environment(
+    tmp_path: Path, undrawn: None, untraced: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """An empty folder, a process group of one, and the site's figure style.
 
     The checks of `qkv.testing` run at one size and without FlexAttention, which is slow on a CPU, and the lab's tasks
     with few held-out sequences: other tests run both in full. Probes read short texts, and figures are not drawn.
     """
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(laws, "kernels_for", lambda size: ["auto", "eager", "tiled"])
     monkeypatch.setattr(parts, "SIZES", laws.SIZES[:1])
     monkeypatch.setattr(weights, "MASK_SIZES", weights.MASK_SIZES[:2])

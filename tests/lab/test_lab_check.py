@@ -68,11 +68,6 @@ class Added(nn.Module):
         return x + self.token  # and not before it
 
 
-def softmax(x: Any, axis: int = -1) -> Any:
-    parts = np.exp(x - x.max(axis, keepdims=True))
-    return parts / parts.sum(axis, keepdims=True)
-
-
 def online_softmax(blocks: Any) -> Any:
     top, total, sums = -np.inf, 0.0, 0.0
     for scores, values in blocks:

@@ -18,7 +18,7 @@ from transformers.modeling_utils import AttentionInterface
 import hf_models as hf
 import hf_zoo
 import qkv
-from conftest import largest_tensor, refused, set_tile
+from conftest import largest_tensor, refusals, refused, set_tile
 from qkv.errors import InputError
 from qkv.huggingface.attention import lazy_mask
 from qkv.profiler.capture import probes
@@ -207,11 +207,7 @@ REFUSED: list[tuple[str, str | None, Callable[[], object]]] = [
     ("indices", None, lambda: attend_to(nn.Identity(), lazy_mask(1, 5, 5), indices=torch.zeros(1, 4, 2).int())),
 ]
 
-
-@pytest.mark.parametrize(("argument", "match", "call"), REFUSED)
-def test_what_cannot_be_observed_is_rejected(argument: str, match: str | None, call: Callable[[], object]) -> None:
-    with refused(argument, match):
-        call()
+test_what_cannot_be_observed_is_rejected = refusals(REFUSED)
 
 
 @pytest.mark.parametrize("n", [1, 4, 37, 69])

@@ -17,6 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 import hf_models as hf
 import qkv
 from conftest import refused
+from hf_models import main_output
 from qkv import edits
 from qkv.kernels import eager
 from qkv.models import DecoderConfig, DecoderLM
@@ -29,11 +30,6 @@ OUTPUT = {  # the output projection of an attention module, whose input is the h
     "bart": "out_proj", "t5": "o", "whisper": "out_proj",
 }  # fmt: skip
 HEAD = 2
-
-
-def main_output(outputs: Any) -> Tensor:
-    out: Tensor = outputs[0]
-    return out
 
 
 def projection(model: nn.Module, module: str, name: str) -> nn.Module:

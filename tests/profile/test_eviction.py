@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hf_models as hf
 import qkv
-from conftest import Command, enlarged, oracle, refused
+from conftest import Command, enlarged, oracle, refusals
 from own_objects import MeanAttention
 from qkv.cache import HeavyHitters
 from qkv.cache.evicting import policies_of
@@ -315,11 +315,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("inputs", "1 token", lambda: eviction(model(), text(1))),
 ]
 
-
-@pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
-def test_eviction_refuses_bad_settings_and_models(argument: str, match: str | None, call: Callable[[], object]) -> None:
-    with refused(argument, match):
-        call()
+test_eviction_refuses_bad_settings_and_models = refusals(REFUSALS)
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import hf_models as hf
 import qkv
-from conftest import MASKS, Command, close, enlarged, largest_tensor, oracle, rand, refused, set_tile, triple
+from conftest import MASKS, Command, close, enlarged, largest_tensor, oracle, rand, refusals, set_tile, triple
 from qkv import masks, normalizers
 from qkv.engine import Call
 from qkv.figures.analyses import flow_figure
@@ -188,11 +188,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("queries", None, lambda: weights_matmul(CALL, ROWS, rand(2, 1, 13, 1), queries=torch.ones(2, 13) > 0)),
 ]
 
-
-@pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
-def test_invalid_settings_and_shapes_are_refused(argument: str, match: str | None, call: Callable[[], object]) -> None:
-    with refused(argument, match):
-        call()
+test_invalid_settings_and_shapes_are_refused = refusals(REFUSALS)
 
 
 @pytest.mark.usefixtures("undrawn")

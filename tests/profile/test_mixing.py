@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import enlarged, refused
+from conftest import enlarged, refusals
 from hf_models import LENGTH, PADDED, TARGET, build, inputs
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
@@ -137,8 +137,4 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("stack", "None", lambda: mixing(RNNSeq2Seq(RNNSeq2SeqConfig(13, 13)), {"source": IDS, "target": IDS})),
 ]
 
-
-@pytest.mark.parametrize(("argument", "match", "call"), REFUSALS)
-def test_invalid_arguments_are_refused(argument: str, match: str | None, call: Callable[[], object]) -> None:
-    with refused(argument, match):
-        call()
+test_invalid_arguments_are_refused = refusals(REFUSALS)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hf_models as hf
 import qkv
-from conftest import Command, refused
+from conftest import Command, refusals
 from own_objects import Heavy, Taken
 from profile_fixture import OF_ONE_TEXT, by_definition
 from qkv import Attention, biases, features, masks, normalizers
@@ -328,17 +328,6 @@ def test_captioner_attends_to_the_cells_of_a_grid(attention: str) -> None:
 # --- padding ----------------------------------------------------------------------------------------------------------
 
 
-def test_padding_counts_neither_as_query_nor_as_key() -> None:
-    model = classifier()
-    result = own_profile(model, SOURCE)
-    padded, alone = result.data, own_profile(model, SOURCE[1, :6]).data
-    check(padded, own_weights(model, lambda: model(SOURCE)))
-    assert padded["n_queries"].values.tolist() == [9, 6]
-    for name in ("entropy", "sink", "self", "local", "distance", "received"):
-        np.testing.assert_allclose(padded[name][1, ..., :6], alone[name][0], rtol=1e-4, atol=1e-4, err_msg=name)
-    assert list(result.groups) == ["self"]  # an encoder without a decoder
-
-
 def test_attention_mask_argument_is_honoured() -> None:
     class Masked(Layer):
         def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
@@ -349,6 +338,7 @@ def test_attention_mask_argument_is_honoured() -> None:
     mask = torch.ones(2, 11, dtype=torch.long)  # has the dtype of ids, but is a mask
     mask[1, :4] = 0
     data = own_profile(model, {"ids": IDS, "attention_mask": mask}).data
+    assert list(own_profile(classifier(), SOURCE).groups) == ["self"]  # an encoder without a decoder
     alone = own_profile(model, IDS[1, 4:]).data
     assert data["n_keys"].values.tolist() == [11, 7]
     for name in ("entropy", "sink", "received", "row_sum", "first_contribution"):  # the first key is the first real one
@@ -537,11 +527,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("model", "dropout", lambda: own_profile(Dropping(), IDS)),
 ]
 
-
-@pytest.mark.parametrize(("argument", "match", "run"), REFUSALS)
-def test_profile_errors_name_the_argument(argument: str, match: str | None, run: Callable[[], object]) -> None:
-    with refused(argument, match):
-        run()
+test_profile_errors_name_the_argument = refusals(REFUSALS)
 
 
 # --- folders, reports, the command line -------------------------------------------------------------------------------

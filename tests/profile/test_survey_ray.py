@@ -40,24 +40,16 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("cluster")
 def test_a_survey_has_the_bytes_of_one_process_and_bad_input_is_one_sentence(tmp_path: Path) -> None:
     """Both on one cluster, whose start takes longest."""
-    _has_the_bytes_of_one_process(tmp_path)
-    _bad_input_is_one_sentence(tmp_path)
-
-
-def _has_the_bytes_of_one_process(folder: Path) -> None:
-    out, seen = folder / "out", list[tuple[int, int, int]]()
+    out, seen = tmp_path / "out", list[tuple[int, int, int]]()
     own_survey(out, shards=4, only_shards="0/4")
     found = own_survey(out, shards=4, engine="ray", on_batch=lambda *new: seen.append(new))
-    assert found.packed() == own_survey(folder / "whole", shards=4).packed()
+    assert found.packed() == own_survey(tmp_path / "whole", shards=4).packed()
     assert len(seen) == 3, "a shard that was finished was computed again"
-
-
-def _bad_input_is_one_sentence(folder: Path) -> None:
-    (folder / "one.txt").write_text("import os")
-    corpus = of_addresses([folder / "one.txt"])
-    (folder / "one.txt").write_text("import os, sys")
+    (tmp_path / "one.txt").write_text("import os")
+    corpus = of_addresses([tmp_path / "one.txt"])
+    (tmp_path / "one.txt").write_text("import os, sys")
     with pytest.raises(InputError, match=r"corpus .* changed") as raised:
-        own_survey(folder / "a", corpus, shards=1, engine="ray")
+        own_survey(tmp_path / "a", corpus, shards=1, engine="ray")
     assert isinstance(raised.value.__cause__, ray.exceptions.RayTaskError), "it was not raised in a process of Ray"
 
 

@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 from conftest import refused
 from qkv.profiler.surveys import corpus
 from qkv.profiler.surveys.corpus import Corpus, Document, of_addresses
-from qkv.profiler.surveys.folder import merge_folders
 from survey_process import TEXTS, own, own_survey
 
 MANY = [f"text {i}: " + "é" * (i % 7) + "\n" * (i % 3) + "word " * (i % 11) for i in range(40)]
@@ -203,17 +202,6 @@ def test_survey_of_a_stream_has_the_sums_of_a_survey_of_its_texts(
             assert found.record[name] == surveys[0].record[name]
         np.testing.assert_allclose(table, want, rtol=1e-9, atol=1e-9)
     assert surveys[1].record["shards"] != surveys[3].record["shards"], "other batches are another corpus"
-
-
-def test_parts_of_a_stream_merge_to_the_bytes_of_one_process(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_bytes(lines(TEXTS))
-    (tmp_path / "y.txt").write_text("another text")
-    files = [tmp_path / "x.jsonl", tmp_path / "y.txt"]
-    one, _, _ = (
-        own_survey(tmp_path / str(part), of_addresses(files), shards=9, only_shards=part and f"{part}/2")
-        for part in (None, "1", "0")
-    )
-    assert merge_folders([tmp_path / "0", tmp_path / "1"]).packed() == one.packed()
 
 
 def test_fingerprint_depends_on_names_and_contents_and_not_on_the_place(

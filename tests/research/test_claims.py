@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
+import make_larger
 import pytest
 
 from qkv_lab.experiments.evidence import Holds
@@ -71,19 +71,9 @@ def is_readable(text: str) -> bool:
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.fixture(scope="module")
-def made() -> Any:
-    spec = importlib.util.spec_from_file_location("make_larger", DOCS / "make_larger.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_page_of_larger_models_is_up_to_date_with_a_word_for_each_outcome(made: Any) -> None:
-    assert set(made.WORDS) >= {*get_args(Holds), *KINDS}
-    assert made.page() == (DOCS / "larger-models.md").read_text(encoding="utf-8"), "run docs/make_larger.py"
+def test_page_of_larger_models_is_up_to_date_with_a_word_for_each_outcome() -> None:
+    assert set(make_larger.WORDS) >= {*get_args(Holds), *KINDS}
+    assert make_larger.page() == (DOCS / "larger-models.md").read_text(encoding="utf-8"), "run docs/make_larger.py"
 
 
 def test_published_shares_of_checks_that_can_fail_are_of_the_present_checks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import qkv
-from conftest import close, enlarged, refused
+from conftest import close, enlarged, refusals, refused
 from hf_models import build
 from qkv.edits import HideFirst, Patch
 from qkv.models import DecoderConfig, DecoderLM
@@ -275,20 +276,16 @@ def with_hook() -> DecoderLM:
 
 
 SIGMOID = DecoderConfig(vocab_size=97, d_model=24, layers=1, heads=2, normalizer="sigmoid")
-REFUSALS: list[tuple[str, Any]] = [
-    ("Sigmoid", lambda: DecoderLM(SIGMOID)),
-    ("Reversed", Reversed),
-    ("sequence of tokens", lambda: build("bart")),
-    ("forms its weights", lambda: build("gptj")),
-    ("one stack", lambda: build("albert")),  # the same block several times
-    ("residual stream", with_hook),
+REFUSALS: list[tuple[str, str, Callable[[], object]]] = [
+    ("model", "Sigmoid", lambda: Subject.of(DecoderLM(SIGMOID), IDS)),
+    ("model", "Reversed", lambda: Subject.of(Reversed(), IDS)),
+    ("model", "sequence of tokens", lambda: Subject.of(build("bart"), IDS)),
+    ("model", "forms its weights", lambda: Subject.of(build("gptj"), IDS)),
+    ("model", "one stack", lambda: Subject.of(build("albert"), IDS)),  # the same block several times
+    ("model", "residual stream", lambda: Subject.of(with_hook(), IDS)),
 ]
 
-
-@pytest.mark.parametrize(("reason", "make"), REFUSALS, ids=[reason for reason, _ in REFUSALS])
-def test_models_that_cannot_be_studied_are_refused(reason: str, make: Any) -> None:
-    with refused("model", reason):
-        Subject.of(make(), IDS)
+test_models_that_cannot_be_studied_are_refused = refusals(REFUSALS)
 
 
 @pytest.mark.parametrize("name", NAMES)

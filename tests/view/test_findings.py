@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ import qkv
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.sinks import massive_sentence
-from smollm2 import heads, kept, residual
+from smollm2 import kept, residual
 
 
 @pytest.fixture(scope="module")
@@ -56,38 +54,18 @@ def test_untrained_uniform_heads_do_not_count_as_retrieval() -> None:
     assert not table["traits"].str.contains("retrieval").any()
 
 
-@pytest.fixture
-def smollm2(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Findings]:
-    """The findings of a small model, whose tables are replaced by the kept ones of SmolLM2."""
-    model = DecoderLM(DecoderConfig(vocab_size=100, d_model=36, layers=30, heads=9))
-
-    def of(text: str) -> Findings:
-        tokens = kept(text)["tokens"]
-        profile = qkv.profile(model, torch.arange(4)[None] + 1, probe=False, progress=False)
-        profile.data["key_token"].values[0] = tokens
-        profile.data.attrs["special_tokens"] = [token for token in tokens if token == "<|im_start|>"]
-        found = Findings(profile.data, profile.attrs)
-        monkeypatch.setitem(found.__dict__, "_sink_table", heads(text).assign(alpha_whole=0.0))
-        return found
-
-    return of
-
-
-def test_the_sentence_about_a_sinks_value_concludes_from_what_it_adds(smollm2: Callable[[str], Findings]) -> None:
-    """In SmolLM2 the value is short and adds much, which the norm alone would have called little."""
-    found = smollm2("chat")
-    table = heads("chat")[heads("chat")["alpha_first"] > 0.3]
-    assert table["value_norm_first"].median() < 0.3
-    assert table["contribution_first"].median() > 0.4
-    said = found.sinks.detail if found.sinks else ""
-    assert "0.24 × the mean of the other tokens, and 45 % of what the values add comes from it, although" in said
-    assert "little" not in said
-    assert "On other texts that begin with <|im_start|>, too: 147 on random tokens and 164 on one token" in said
-    drained = table.assign(contribution_first=0.02, alpha_whole=0.0)
-    found.__dict__["_sink_table"] = drained
-    found.__dict__.pop("sinks")
+@pytest.mark.parametrize(("adds", "said"), [(0.02, "add comes from it: little"), (0.45, "add comes from it, although")])
+def test_the_sentence_about_a_sinks_value_concludes_from_what_it_adds(
+    mini: qkv.Profile, adds: float, said: str
+) -> None:
+    """The value may be short and add much, as in SmolLM2, which the norm alone would have called little."""
+    table = mini.sinks().assign(value_norm_first=0.24, contribution_first=adds, alpha_whole=0.0)
+    found = Findings(mini.data, mini.attrs)
+    found.__dict__["_sink_table"] = table
     assert found.sinks is not None
-    assert "2.0 % of what the values add comes from it: little" in found.sinks.detail.replace("2 %", "2.0 %")
+    assert f"0.24 × the mean of the other tokens, and {100 * adds:.2g}" in found.sinks.detail
+    assert said in found.sinks.detail
+    assert f"{(table['alpha_random'] > 0.3).sum()} on random tokens" in found.sinks.detail
 
 
 def test_massive_activations_are_pairs_of_a_token_and_a_dimension() -> None:

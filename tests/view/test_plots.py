@@ -19,7 +19,7 @@ from matplotlib.text import Text
 
 import profile_fixture as made
 import qkv
-from conftest import refused
+from conftest import refusals
 from qkv import masks, plot
 from qkv.figures.map import sentence
 from qkv.profiler import Profile
@@ -173,11 +173,7 @@ WEIGHTS_REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("grid", lambda: plot.overlay(np.zeros((4, 4, 3)), weights(1, 4), (2, 3))),
 ]
 
-
-@pytest.mark.parametrize(("argument", "call"), WEIGHTS_REFUSED)
-def test_arguments_that_cannot_be_drawn_are_refused(argument: str, call: Callable[[], Any]) -> None:
-    with refused(argument):
-        call()
+test_arguments_that_cannot_be_drawn_are_refused = refusals(WEIGHTS_REFUSED)
 
 
 # --- figures of profiles ----------------------------------------------------------------------------------------------
