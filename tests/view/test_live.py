@@ -38,17 +38,6 @@ def decoded(text: str, n: int) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), "<f4").reshape(n, n)
 
 
-def shape_of(live: Live) -> tuple[int, int]:
-    """The numbers of layers and of heads in a layer."""
-    assert isinstance(live.loaded.model, DecoderLM)
-    return live.loaded.model.config.layers, live.loaded.model.config.heads
-
-
-def all_heads(live: Live, normalizer: str) -> list[SimpleNamespace]:
-    layers, heads = shape_of(live)
-    return [edit(layer, head, normalizer) for layer in range(layers) for head in range(heads)]
-
-
 def test_without_interventions_weights_equal_the_profile(live: Live) -> None:
     answer = live.answer(asked())
     profile = qkv.profile("qkv-mini", EXAMPLE, progress=False, probe=False)
@@ -82,8 +71,8 @@ def test_next_token_probabilities_equal_the_model(live: Live) -> None:
 def test_interventions_change_weights_and_divergence_as_in_the_edited_model(
     live: Live, edits: list[SimpleNamespace] | str
 ) -> None:
-    edits = all_heads(live, "sigmoid") if isinstance(edits, str) else edits
-    layers, _ = shape_of(live)
+    layers, heads = live.description().layers, live.description().heads
+    edits = [edit(*at, "sigmoid") for at in np.ndindex(layers, heads)] if isinstance(edits, str) else edits
     answer = live.answer(asked(edits=edits, k=8))
     ids = torch.tensor([load_text_model("qkv-mini").encode(EXAMPLE)])
     model = live.loaded.model
@@ -158,8 +147,8 @@ def test_bytes_of_a_character_are_joined() -> None:
 def test_single_token_has_no_queries_after_the_first(live: Live) -> None:
     answer = live.answer(asked(""))
     assert answer["tokens"] == ["<s>"]
-    layers, heads = shape_of(live)
-    assert answer["sink"]["after"] == [[0.0] * heads] * layers
+    said = live.description()
+    assert answer["sink"]["after"] == [[0.0] * said.heads] * said.layers
     assert all(math.isfinite(x["probability"]) for x in answer["next"]["after"])
 
 
