@@ -131,6 +131,30 @@ def test_an_overriding_subclass_loses_inherited_shortcuts(argument: str, made: A
 # --- learned tensors --------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("kernel", ["eager", "tiled"])
+def test_scores_that_an_own_object_keeps_stay_as_they_are(kernel: str, heads: int) -> None:
+    kept = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+
+    class Kept(biases.Bias):
+        def apply(self, scores: Tensor, region: masks.Region) -> Tensor:
+            return kept[region.rows, region.columns].expand_as(scores)
+
+    class KeptScores(scores.Pairwise):
+        def scores(self, q: Tensor, k: Tensor) -> Tensor:
+            return kept.expand(*q.shape[:2], -1, -1)
+
+    q, k, v = triple(1, heads, 1, 16, 16, 8, 8)
+    before, causal = kept.clone(), masks.Causal()
+    want = kept.double().masked_fill(~torch.ones(16, 16).tril().bool(), -torch.inf).softmax(-1) @ v.double()
+    own: list[dict[str, Any]] = [{"bias": Kept()}, {"score": KeptScores()}]
+    for parts in own:
+        close(attend(q, k, v, mask=causal, kernel=kernel, **parts), want.to(v).expand(-1, heads, -1, -1))
+        qkv.measure(q, k, mask=causal, **parts)
+        assert torch.equal(kept, before)
+
+
 def test_a_learned_tensor_in_a_closure_selects_the_eager_kernel() -> None:
     q, k, v = triple(2, HEADS, 2, 140, 150, 6, 5)
     hidden = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))

@@ -286,6 +286,8 @@ class Tile:
         scores = self.product()
         for i, bias in enumerate(self.call.biases):
             scores = self._apply(i, bias, scores)
+        if any(map(user_defined, (self.call.pairwise, *self.call.biases))):
+            scores = scores.clone()  # a tensor of the user must not be overwritten
         if self.call.normalizer.temperature != 1 and not self.linear:
             scores = scores / self.call.normalizer.temperature
         if (shift := self.part("shift")) is not None:
