@@ -135,7 +135,7 @@ def test_an_overriding_subclass_loses_inherited_shortcuts(argument: str, made: A
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("kernel", ["eager", "tiled"])
 def test_scores_that_an_own_object_keeps_stay_as_they_are(kernel: str, heads: int) -> None:
-    kept = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    kept = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     class Kept(biases.Bias):
         def apply(self, scores: Tensor, region: masks.Region) -> Tensor:
@@ -147,10 +147,10 @@ def test_scores_that_an_own_object_keeps_stay_as_they_are(kernel: str, heads: in
 
     q, k, v = triple(1, heads, 1, 16, 16, 8, 8)
     before, causal = kept.clone(), masks.Causal()
-    want = kept.double().masked_fill(~torch.ones(16, 16).tril().bool(), -torch.inf).softmax(-1) @ v.double()
+    want = kept.masked_fill(~torch.ones(16, 16).tril().bool(), -torch.inf).softmax(-1) @ v
     own: list[dict[str, Any]] = [{"bias": Kept()}, {"score": KeptScores()}]
     for parts in own:
-        close(attend(q, k, v, mask=causal, kernel=kernel, **parts), want.to(v).expand(-1, heads, -1, -1))
+        close(attend(q, k, v, mask=causal, kernel=kernel, **parts), want.expand(-1, heads, -1, -1))
         qkv.measure(q, k, mask=causal, **parts)
         assert torch.equal(kept, before)
 
