@@ -1,7 +1,7 @@
 """Writes docs/larger-models.md: published findings about attention sinks beside our verdicts on the same claims.
 
 The findings are in docs/larger-models.toml. Our verdicts are read from the results of the experiments, the stored
-studies of qkv-mini and MiniLM, and the verdicts of the ledger, so run this again after any of them has changed:
+studies of three trained models, and the verdicts of the ledger, so run this again after any of them has changed:
 
 .venv/bin/python docs/make_larger.py
 """
@@ -19,6 +19,7 @@ from qkv_lab.experiments.run import SHIPPED
 from qkv_lab.settings import updated
 from qkv_lab.tasks.backcopy import Backcopy
 from research.claims import CLAIMS
+from research.claims.models import TRAINED
 from research.claims.page import published
 from research.claims.settled import load
 
@@ -27,7 +28,6 @@ FILE = DOCS / "larger-models.md"
 FACTS: dict[str, Any] = tomllib.loads((DOCS / "larger-models.toml").read_text(encoding="utf-8"))
 
 TOY = "toy"
-MODELS = {"qkv-mini": "qkv-mini", "minilm": "MiniLM"}
 WORDS = {
     "holds": "holds",
     "does not hold": "does not hold",
@@ -41,8 +41,6 @@ WORDS = {
 }
 """What the page says for each outcome, in its order: of experiments and studies, and of the ledger."""
 OPPOSITE = {"holds": "does not hold", "does not hold": "holds"}
-
-"""Experiments that measure a bundled model, which `research.sinks` does for more claims."""
 
 Verdicts = Mapping[str, Mapping[str, str]]
 """For each claim: the word of `WORDS` for each of our models."""
@@ -65,10 +63,10 @@ def claims() -> dict[str, str]:
 
 
 def ours() -> dict[str, dict[str, str]]:
-    """Our verdicts on the claims of the page: of toy models, bundled models, or else of a computation."""
+    """Our verdicts on the claims of the page: of toy models, trained models, or else of a computation."""
     ledger = {id_: verdict.kind for id_, verdict in published().items()}
     toys = toy_verdicts(_results().values())
-    studies = [study_verdicts(name, research.sinks.result(key)) for key, name in MODELS.items()]
+    studies = [study_verdicts(name, research.sinks.result(key)) for key, name in TRAINED.items()]
     found = {}
     for id_ in claims():
         of = dict(toys.get(id_, {}))
@@ -88,7 +86,7 @@ def toy_verdicts(results: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, st
 
 
 def study_verdicts(name: str, study: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """For each claim: the verdict on a bundled model; by the length of the texts if it depends on that."""
+    """For each claim: the verdict on a trained model; by the length of the texts if it depends on that."""
     by_claim: dict[str, dict[str, str]] = {}
     for verdict in study["verdicts"]:
         by_claim.setdefault(verdict["claim"], {})[f"{name} at {verdict['tokens']}"] = WORDS[verdict["holds"]]
@@ -107,23 +105,28 @@ def _results() -> dict[str, dict[str, Any]]:
 
 
 def _head() -> str:
-    mini, minilm = (research.sinks.result(key)["attrs"] for key in MODELS)
+    studied = {name: research.sinks.result(key)["attrs"] for key, name in TRAINED.items()}
+    rows = "\n".join(
+        f"| {name}, {'a decoder' if of['causal'] else 'an encoder'} | {of['parameters'] / 1e6:.1f} million "
+        f"| {of['blocks']} | {'Python code' if name == 'qkv-mini' else 'English'} |"
+        for name, of in studied.items()
+    )
+    tokens = max(of["texts"]["tokens"] for of in studied.values())
     return f"""<!-- Made by docs/make_larger.py from docs/larger-models.toml: do not edit. -->
 # What larger models say
 
-We judge claims about attention sinks on models that train in seconds, and on two small trained models. The literature
+We judge claims about attention sinks on models that train in seconds, and on three small trained models. The literature
 has models of up to 405 billion parameters. This page puts its findings beside our verdicts, and says what ours cannot
 tell.
 
 | our models | parameters | blocks | text |
 |---|---|---|---|
 {_toys()}
-| qkv-mini, a decoder | {_millions(mini)} | {mini["blocks"]} | Python code |
-| MiniLM, an encoder | {_millions(minilm)} | {minilm["blocks"]} | English |
+{rows}
 
 Under *ours*, [experiments](experiments/README.md) judge toy models with several seeds, and
-[a study](howto/sinks-of-a-model.md) judges the two trained ones by interventions, *at 64* tokens and on texts of up to
-{mini["texts"]["tokens"]}. *Computed* needs no trained model. *Undecided* means that the interval contains the bound,
+[a study](howto/sinks-of-a-model.md) judges the trained ones by interventions, *at 64* tokens and on texts of up to
+{tokens}. *Computed* needs no trained model. *Undecided* means that the interval contains the bound,
 *not seen* that the models lack what the claim is about. The numbers are on the pages of the claims."""
 
 
@@ -142,10 +145,6 @@ def _toys() -> str:
                 length = max(length, task.length)
     parameters = f"{min(sizes):,} to {max(sizes):,}"
     return f"| toy decoders | {parameters} | {min(layers)} to {max(layers)} | Bigram-Backcopy, {length} tokens |"
-
-
-def _millions(attrs: Mapping[str, Any]) -> str:
-    return f"{attrs['parameters'] / 1e6:.1f} million"
 
 
 def _section(section: Mapping[str, Any], verdicts: Verdicts) -> str:
