@@ -1,4 +1,4 @@
-"""Pictures of the viewer for the documentation: every page in Chromium, over models that come with qkv.
+"""Pictures of the viewer for the documentation: every page in Chromium, over SmolLM2 on a question.
 
 .venv/bin/python docs/make_screenshots.py [NAME …]        all of them unless named; writes docs/figures/view-NAME.png
 """
@@ -14,29 +14,28 @@ from urllib.parse import urlencode
 
 from PIL import Image
 
-from qkv.models.loading import load_model
-from qkv.profiler.corpora import default_text
+from qkv.models.loading import chat_tokens, load_model
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
 
 FIGURES = Path(__file__).parent / "figures"
 LARGEST = 250_000  # bytes of a picture: they are in every clone
 DESKTOP, PHONE = {"width": 1280, "height": 720}, {"width": 390, "height": 844}
-CODE = 'import os\n\n\nclass Stack:\n    """A list that is read from its end."""\n\n    def __init__(self'
+QUESTION = "Why is the sky blue?"
 
-# name: page of the viewer, its state, and how the browser is set up. Source 0 is MiniLM, 1 qkv-mini.
+# name: page of the viewer, its state, and how the browser is set up. Source 0 is SmolLM2, 1 it with softmax off by one.
 SHOTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "overview": ("overview", {"source": 0, "layer": 3, "head": 5}, {}),
-    "wall": ("wall", {"source": 0, "layer": 0, "head": 2}, {"device_scale_factor": 1.5}),  # many colours
-    "map": ("map", {"source": 0, "layer": 0, "head": 2, "x": 30, "y": 30, "z": 3.6, "cq": 33, "ck": 32}, {}),
-    "text": ("text", {"source": 0, "layer": 2, "head": 4, "pins": 40}, {}),
-    "sinks": ("sinks", {"source": 1, "after": 2, "layer": 1, "head": 2}, {}),
-    "live": ("live", {"prompt": CODE, "edits": "o1-all", "at": "3.0"}, {}),
-    "compare": ("compare", {"source": 0, "layer": 0, "head": 2, "bsource": 0, "blayer": 5, "bhead": 7}, {}),
+    "overview": ("overview", {"layer": 18, "head": 8}, {}),
+    "wall": ("wall", {"layer": 18, "head": 8}, {"device_scale_factor": 1.5}),  # many colours
+    "map": ("map", {"layer": 10, "head": 3}, {}),
+    "text": ("text", {"layer": 10, "head": 3, "pins": 28}, {}),
+    "sinks": ("sinks", {"after": 1, "layer": 18, "head": 8}, {}),
+    "live": ("live", {"edits": "o1-all"}, {}),
+    "compare": ("compare", {"layer": 10, "head": 3, "bsource": 0, "blayer": 18, "bhead": 8}, {}),
     "align": ("align", {"view": "translation"}, {}),
     "captions": ("align", {"view": "captions", "scene": 9, "word": 1}, {}),
-    "dark": ("map", {"source": 0, "layer": 1, "head": 9}, {"color_scheme": "dark"}),
-    "phone": ("text", {"source": 0, "layer": 2, "head": 4, "pins": 12}, {"viewport": PHONE, "has_touch": True}),
+    "dark": ("map", {"layer": 5, "head": 2}, {"color_scheme": "dark"}),
+    "phone": ("text", {"layer": 10, "head": 3, "pins": 28}, {"viewport": PHONE, "has_touch": True}),
 }
 
 
@@ -51,10 +50,10 @@ def screenshots(folder: Path = FIGURES, names: list[str] | None = None) -> None:
         print("no chromium or no playwright: the screenshots of the viewer stay as they are")
         return
     session = Session("qkv")
-    session.add_model(load_model("minilm"), default_text())
-    session.add_model(load_model("qkv-mini"), CODE)
+    model = load_model("smollm2", head=True)
+    session.add_model(model, chat_tokens(model.tokenizer, QUESTION))
     session.prepare()
-    session.add_intervention(1, "off-by-one")
+    session.add_intervention(0, "off-by-one")
     session.prepare()
     with serve_in_thread(session) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -35,6 +35,7 @@ from qkv.server import guard
 from qkv.server.guard import MAX_BODY, SECURITY, Connection, Guard
 from qkv.server.jobs import JobQueue, JobQueues
 from qkv.server.run import _socket, create_app, serve_in_thread
+from qkv.server.schemas import MAX_CHARACTERS, MAX_EDITS, LiveRequest
 from qkv.server.session import Session, ViewerPage
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
 
@@ -270,7 +271,7 @@ def test_invalid_requests_get_a_sentence(app: Guard, path: str, status: int, wor
     ("word", "change"),
     [
         ("text", {"text": "a" * 2001}), ("text", {"text": ""}), ("text", {"text": None}),
-        ("edits", {"edits": [edit()] * 257}), ("normalizer", {"edits": [edit(normalizer="hardmax")]}),
+        ("edits", {"edits": [edit()] * (MAX_EDITS + 1)}), ("normalizer", {"edits": [edit(normalizer="hardmax")]}),
         ("temperature", {"edits": [edit(temperature=0.01)]}), ("temperature", {"edits": [edit(temperature=21)]}),
         ("layer", {"layer": -1}), ("layer", {"layer": "1"}), ("layer", {"layer": 1.5}), ("head", {"head": 2**40}),
         ("k", {"k": 51}), ("k", {"k": 0}), ("other", {"other": 1}), ("step", {"step": 2**30}),
@@ -282,6 +283,12 @@ def test_live_rejects_fields_out_of_bounds(app: Guard, word: str, change: dict[s
     path, body = ("/api/live/step", STEP) if of_step else ("/api/live", ASKED)
     content = json.dumps(body | change)  # which writes Infinity
     assert word in sentence(ask(app, path, "POST", content=content, headers=JSON), 422)
+
+
+def test_all_heads_of_a_model_of_80_layers_of_64_heads_can_be_edited_at_once() -> None:
+    body = ASKED | {"edits": [edit(layer=layer, head=head) for layer in range(80) for head in range(64)]}
+    assert len(LiveRequest.model_validate(body).edits) == 80 * 64
+    assert len(json.dumps(body)) + MAX_CHARACTERS < MAX_BODY
 
 
 @pytest.mark.parametrize(
@@ -423,7 +430,7 @@ def test_large_and_slow_bodies_are_rejected(app: Guard, monkeypatch: pytest.Monk
             sent.append(n)
             yield b" " * 1024
 
-    assert "64 KiB" in sentence(ask(app, "/api/live", "POST", content=chunks(), headers=JSON), 413)
+    assert "1024 KiB" in sentence(ask(app, "/api/live", "POST", content=chunks(), headers=JSON), 413)
     assert len(sent) <= MAX_BODY // 1024 + 2  # the rest was not read
     fits = json.dumps(ASKED).encode().ljust(MAX_BODY)
     assert ask(app, "/api/live", "POST", content=fits, headers=JSON).status_code == 200

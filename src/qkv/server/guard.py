@@ -64,7 +64,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-MAX_BODY = 64 * 1024  # bytes
+MAX_BODY = 1024 * 1024  # bytes: as many edits of heads as a request may have
 MAX_QUERY = 4 * 1024  # bytes of the query string
 BODY_SECONDS = 10  # for a body to arrive: a slow sender occupies a connection no longer than this
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})

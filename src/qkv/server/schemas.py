@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 MAX_CHARACTERS = 2_000  # of a text for a live model
-MAX_EDITS = 256
+MAX_EDITS = 2**13  # heads: a model of 70 billion parameters has 80 × 64
 MAX_IDS = 2_000  # a text has at most one token per character, apart from special tokens
 MAX_STEPS = 10_000
 LARGEST_INDEX = 2**31 - 1
