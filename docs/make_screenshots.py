@@ -30,7 +30,7 @@ SHOTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "map": ("map", {"layer": 10, "head": 3}, {}),
     "text": ("text", {"layer": 10, "head": 3, "pins": 28}, {}),
     "sinks": ("sinks", {"after": 1, "layer": 18, "head": 8}, {}),
-    "live": ("live", {"edits": "o1-all"}, {}),
+    "live": ("live", {"edits": "o1-all"}, {"device_scale_factor": 1.5}),
     "compare": ("compare", {"layer": 10, "head": 3, "bsource": 0, "blayer": 18, "bhead": 8}, {}),
     "align": ("align", {"view": "translation"}, {}),
     "captions": ("align", {"view": "captions", "scene": 9, "word": 1}, {}),
