@@ -36,22 +36,23 @@ class Compare {
   #curves = h("div", { class: "compare-curves" });
   #aborting = new AbortController();
   #shown = null; // {left, right, variation}: each side with its loaded data
-  #cleanups = [];
+  #sizes = new ResizeObserver(() => this.#along());
   #offered = ""; // the profiles that were ready when the choosers were drawn
 
   constructor(root, app) {
     this.#app = app;
     this.#root = root;
     root.append(this.#presets, this.#sides, this.#shares, this.#maps, this.#readout, h("div", { class: "compare-below" }, this.#numbers, this.#curves));
-    this.#cleanups.push(app.onTheme(() => this.#draw()));
-    const watcher = new ResizeObserver(() => this.#along());
-    watcher.observe(this.#curves);
-    this.#cleanups.push(() => watcher.disconnect());
+    this.#sizes.observe(this.#curves);
   }
 
   unmount() {
     this.#aborting.abort();
-    for (const stop of this.#cleanups) stop();
+    this.#sizes.disconnect();
+  }
+
+  recolour() {
+    this.#draw();
   }
 
   async update(changed) {

@@ -26,7 +26,6 @@ class LivePage {
   #answer = null;
   #request = null; // AbortController of the pending request
   #timer = null;
-  #stopTheme;
   #writing;
   #heads;
   #tokens = new LiveTokens();
@@ -49,7 +48,6 @@ class LivePage {
       onedit: (change) => this.#edited(change),
     });
     this.#build(root);
-    this.#stopTheme = app.onTheme(() => this.#draw());
   }
 
   #build(root) {
@@ -102,11 +100,14 @@ class LivePage {
     if (kept && kept.text.length <= MAX_IN_ADDRESS && kept.text !== (prompt ?? this.#live.example)) queueMicrotask(() => this.#writeAddress());
   }
 
+  recolour() {
+    this.#draw();
+  }
+
   unmount() {
     lastText = { prompt: this.#written, text: this.#writing.text, ids: this.#writing.ids };
     this.#writing.halt();
     this.#cancel();
-    this.#stopTheme();
   }
 
   // --- requests -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 // Map: the attention weights of one head, query by key, at any zoom, with a readout and controls.
 
+import { TEXT } from "./address.js";
 import { h, replace } from "./dom.js";
 import { HeadMap } from "./head_map.js";
 import { headTitle } from "./heads.js";
@@ -11,7 +12,7 @@ import { cancel, later } from "./state.js";
 import { Pyramid } from "./tiles.js";
 
 const REST = 400; // milliseconds without motion before the view is written into the address
-const VIEW = ["x", "y", "z"], PIN = ["cq", "ck"]; // keys of the address
+const VIEW = ["x", "y", "z"], PIN = ["cq", "ck"]; // keys of the address, as in PAGES
 
 class MapPage {
   constructor(root, app) {
@@ -32,7 +33,6 @@ class MapPage {
     this.map = this.large.map;
     this.overview = new MapOverview(this.map);
     this.build(root);
-    this.stopTheme = app.onTheme(() => this.large.recolour());
   }
 
   build(root) {
@@ -71,20 +71,9 @@ class MapPage {
   }
 
   async update(changed) {
-    const { source, group, text } = this.app.state, textOf = `${source}/${group}/${text}`, otherText = textOf !== this.textOf;
     const has = (keys) => keys.some((key) => changed.has(key));
-    if (this.textOf !== undefined && otherText) {
-      // Drop positions of the previous text, unless the address contains new ones.
-      const stale = [VIEW, PIN].filter((keys) => !has(keys)).flat().filter((key) => this.app.state[key] !== undefined);
-      if (stale.length) {
-        this.textOf = textOf;
-        this.app.go(Object.fromEntries(stale.map((key) => [key, null])), { replace: true });
-        return;
-      }
-    }
-    this.textOf = textOf;
-    if (`${textOf}/${this.place}` !== this.loaded) {
-      this.useAddress ||= has(VIEW) || !this.map.content || otherText; // otherwise keep the current view
+    if (`${this.app.state.source}/${this.place}` !== this.loaded) {
+      this.useAddress ||= has(VIEW) || has(TEXT) || !this.map.content; // otherwise keep the current view
       await this.load();
     } else if (this.map.content) {
       if (has(["pool", "scale"])) this.large.set({ pool: this.pool, scale: this.scale });
@@ -105,7 +94,7 @@ class MapPage {
 
   async load() {
     const load = ++this.loads, place = this.place;
-    this.loaded = `${this.textOf}/${place}`;
+    this.loaded = `${this.app.state.source}/${place}`;
     this.large.canvas.classList.add("stale"); // until the new head is loaded
     try {
       const source = await this.app.source(), shape = await source.map(...place);
@@ -228,11 +217,14 @@ class MapPage {
     };
   }
 
+  recolour() {
+    this.large.recolour();
+  }
+
   unmount() {
     this.loads++;
     cancel(this.rest);
     this.large.close();
-    this.stopTheme();
   }
 }
 

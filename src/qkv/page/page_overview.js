@@ -21,7 +21,6 @@ class Overview {
   #card = h("article", { class: "card overview-card", "aria-label": "Selected head" });
   #similar = h("p", { class: "overview-similar" });
   #curves = new HeadCurves("overview-curves");
-  #stopTheme;
   #drawings = 0; // counts drawings of the curves, so that a slow one cannot replace a later one
 
   constructor(root, app) {
@@ -29,12 +28,14 @@ class Overview {
     root.append(this.#head,
       h("div", { class: "overview-split" }, h("div", {}, this.#controls, this.#grid, this.#layers), this.#card),
       this.#curves.element);
-    this.#stopTheme = app.onTheme(() => this.update(new Set(["source"])));
   }
 
   unmount() {
-    this.#stopTheme();
     this.#curves.close();
+  }
+
+  recolour() {
+    this.update(new Set(["source"]));
   }
 
   update(changed) {

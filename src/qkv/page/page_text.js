@@ -19,7 +19,6 @@ class TextPage {
   constructor(root, app) {
     Object.assign(this, { app, root, loaded: "", loads: 0, weights: null, hovered: null, current: null, flows: {} });
     this.build();
-    this.stopTheme = app.onTheme(() => this.redraw());
     this.sizes = new ResizeObserver(() => this.strips());
     this.sizes.observe(this.box);
   }
@@ -68,14 +67,8 @@ class TextPage {
   get shown() { return this.hovered ? [this.hovered] : this.current ? [this.current] : this.pinned; }
 
   async update(changed) {
-    const { source, group, text } = this.app.state, textOf = `${source}/${group}/${text}`;
-    if (this.textOf !== undefined && this.textOf !== textOf && this.app.state.pins !== undefined && !changed.has("pins")) {
-      this.textOf = textOf; // positions of the previous text are meaningless in this one
-      this.app.go({ pins: null, trail: null }, { replace: true });
-      return;
-    }
-    this.textOf = textOf;
-    const wanted = [textOf, this.app.state.layer, this.app.state.head, this.of].join("/");
+    const { source, group, text, layer, head } = this.app.state, textOf = `${source}/${group}/${text}`;
+    const wanted = [textOf, layer, head, this.of].join("/");
     if (wanted !== this.loaded) await this.load(wanted, textOf);
     else if (this.weights && ["pins", "trail"].some((key) => changed.has(key))) this.repin(changed.has("pins"));
   }
@@ -338,6 +331,10 @@ class TextPage {
     };
   }
 
+  recolour() {
+    this.redraw();
+  }
+
   unmount() {
     this.loads++;
     cancel(this.timer);
@@ -345,7 +342,6 @@ class TextPage {
     this.request?.abort();
     this.sizes.disconnect();
     this.closeFlows();
-    this.stopTheme();
   }
 }
 

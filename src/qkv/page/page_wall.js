@@ -52,13 +52,11 @@ export function mount(root, app) {
     }));
   }
 
-  const stop = app.onTheme(draw);
   return {
     update(changed) {
       if (["page", "source", "group", "text", "sort", "by", "only"].some((key) => changed.has(key))) draw();
     },
-    picture: () => null,
-    unmount: stop,
+    recolour: draw,
   };
 }
 

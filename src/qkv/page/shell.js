@@ -26,7 +26,6 @@ const keys = () => [
 export class Shell {
   #app;
   #settings = storedSettings();
-  #themeWatchers = new Set();
   #busyTimer = 0;
 
   constructor(app) {
@@ -121,26 +120,20 @@ export class Shell {
     byId("live").textContent = text;
   }
 
-  /** Call back when the theme changes; returns a function that stops this. */
-  onTheme(callback) {
-    this.#themeWatchers.add(callback);
-    return () => this.#themeWatchers.delete(callback);
-  }
-
   #theme() {
     const button = byId("theme");
-    const changed = () => {
+    const name = () => {
       button.textContent = isDark() ? "Light" : "Dark";
       button.setAttribute("aria-label", isDark() ? "Light theme" : "Dark theme");
-      for (const callback of this.#themeWatchers) callback();
     };
+    const changed = () => { name(); this.#app.recolour(); };
     button.addEventListener("click", () => {
       document.documentElement.dataset.theme = isDark() ? "light" : "dark";
       this.#store({ theme: document.documentElement.dataset.theme });
       changed();
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
-    changed();
+    name();
   }
 
   #exports() {
