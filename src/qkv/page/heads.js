@@ -24,6 +24,9 @@ export function stepped(group, layer, head, by, byLayer = false) {
   return { layer: Math.floor(next / count), head: next % count };
 }
 
+/** Where a head attends, and its type, in words. */
+export const headWords = (group, view, row) => [view.heads.goes_to[row], ...(group.types.type[row] === "mixed" ? [] : [`${group.types.type[row]} head`])];
+
 /** The full name of a head, for titles and screen readers. */
 export const headTitle = (group, layer, head) => `Layer ${group.layers[layer]}, head ${group.heads[head]}`;
 
@@ -294,9 +297,9 @@ export const similarityMeaning = (maps) =>
 /** The other heads that are most similar to (layer, head), the nearest first: [{layer, head, value}]. */
 export function mostSimilar(group, { layer, head }, values, most) {
   const at = rowOf(group, layer, head), count = group.heads.length;
-  return bySimilarity(values.map((_, other) => other).filter((other) => other !== at && values[other] !== null), values).slice(0, most)
+  return largestFirst(values.map((_, other) => other).filter((other) => other !== at && values[other] !== null), values).slice(0, most)
     .map((other) => ({ layer: Math.floor(other / count), head: other % count, value: values[other] }));
 }
 
-/** Rows of the table of heads, the most similar first; those without a value last. */
-export const bySimilarity = (rows, values) => rows.toSorted((a, b) => (values[b] ?? -1) - (values[a] ?? -1) || a - b);
+/** Rows of the table of heads, those with the largest values first; those without a value last. */
+export const largestFirst = (rows, values) => rows.toSorted((a, b) => (values[b] ?? -Infinity) - (values[a] ?? -Infinity) || a - b);

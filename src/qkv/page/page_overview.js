@@ -135,10 +135,10 @@ class Overview {
   }
 
   async #along() {
-    const app = this.#app, drawing = ++this.#drawings, { group: g, text, layer, head } = app.state, group = this.#group, view = this.#view;
+    const app = this.#app, drawing = ++this.#drawings, { group, text, layer, head } = app.state;
     try {
-      const curves = await app.opened().curves(g, text);
-      if (drawing === this.#drawings) this.#curves.show({ group, view, curves, layer, head });
+      const shown = await app.opened().head(group, text, layer, head);
+      if (drawing === this.#drawings) this.#curves.show(shown);
     } catch (error) {
       app.trouble(error);
     }

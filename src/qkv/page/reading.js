@@ -4,7 +4,7 @@ import { choice, legend, paint } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { h, replace } from "./dom.js";
-import { headName, rowOf } from "./heads.js";
+import { headName } from "./heads.js";
 import { binPeaks, integer, named, percent, spread } from "./numbers.js";
 import { nextFrame } from "./state.js";
 import { TokenFlow } from "./token_flow.js";
@@ -31,10 +31,7 @@ export class Reading {
     this.element = h("div", { class: "reading" }, this.controls, this.strip, this.asker, this.readout);
   }
 
-  /**
-   * Show a text: {group, view, curves, layer, head, line}. line(query): a promise of the weights of a query of this head on
-   * all keys; null if they are not known. The controls are in `element`, the text is in `pane`.
-   */
+  /** Show a head of `PageData.head`. The controls are in `element`, the text is in `pane`. */
   async show(shown) {
     const other = this.shown?.view !== shown.view;
     this.shown = shown;
@@ -50,9 +47,9 @@ export class Reading {
   }
 
   async update() {
-    const load = ++this.loads, { view, curves, line } = this.shown, queries = view.queries || view.keys;
-    if (!line || this.query >= queries.length) this.query = null;
-    const values = this.query === null ? this.received(curves) : await line(this.query);
+    const load = ++this.loads, { view, curves, maps, row } = this.shown, queries = view.queries || view.keys;
+    if (!this.exact || this.query >= queries.length) this.query = null;
+    const values = this.query === null ? this.received(curves) : await maps.line(row, this.query);
     if (load !== this.loads) return;
     this.values = values;
     this.scale = logarithmic(values, 0.1);
@@ -60,22 +57,27 @@ export class Reading {
     this.flow?.repaint();
   }
 
+  /** Whether the weights of single queries are known. */
+  get exact() {
+    return Boolean(this.shown.maps?.exact);
+  }
+
   /** The share that every token receives from the selected source. */
   received(curves) {
-    const { view, layer, group, head } = this.shown;
+    const { view, layer, row } = this.shown;
     if (this.source === "all") return curves.mean.values;
     if (this.source === "layer") return rowOfCurve(curves.layers, layer);
-    return spread(rowOfCurve(curves.received, rowOf(group, layer, head)), view.n_keys);
+    return spread(rowOfCurve(curves.received, row), view.n_keys);
   }
 
   draw() {
-    const { group, view, curves, layer, head, line } = this.shown, { low, high } = this.scale;
+    const { group, view, curves, layer, head } = this.shown, { low, high } = this.scale;
     const sources = [["all", "All heads"], ["layer", `Layer ${group.layers[layer]}`], ["head", headName(group, layer, head)]];
     replace(this.controls,
       choice("Shade by attention received from", sources, this.source, (source) => { this.source = source; this.choose(null); }),
       legend({ low: percent(low), high: percent(high), note: "share, logarithmic" }));
     replace(this.strip, this.layers(curves, view, group));
-    replace(this.asker, view.queries && line ? this.queries(view.queries) : null);
+    replace(this.asker, view.queries && this.exact ? this.queries(view.queries) : null);
     this.readout.textContent = this.hint();
   }
 
@@ -85,9 +87,9 @@ export class Reading {
   }
 
   hint() {
-    const { group, view, layer, head, line } = this.shown;
+    const { group, view, layer, head } = this.shown;
     if (this.query !== null) return `Shaded: the weights of the query “${named((view.queries || view.keys)[this.query])}” (position ${integer(this.query)}) in ${headName(group, layer, head)}. Select it again to go back.`;
-    if (line && !view.queries) return `Select a token to see its attention weights in ${headName(group, layer, head)}.`;
+    if (this.exact && !view.queries) return `Select a token to see its attention weights in ${headName(group, layer, head)}.`;
     if (this.source === "head" && view.bins.received < view.n_keys) return `Stored as ${integer(view.bins.received)} means of ${(view.n_keys / view.bins.received).toFixed(1)} tokens for single heads.`;
     return "Point at a token for its share.";
   }
@@ -107,7 +109,7 @@ export class Reading {
       look: (at) => { const colour = ramp(this.scale.level(this.values[at])); return { background: css(colour), ink: inkOn(colour), line: "" }; },
       kind: (at) => (at === this.query && !this.shown.view.queries ? "pinned" : ""),
       onhover: (at) => this.point(at),
-      onchoose: (at) => { if (this.shown.line && !this.shown.view.queries) this.choose(this.query === at ? null : at); },
+      onchoose: (at) => { if (this.exact && !this.shown.view.queries) this.choose(this.query === at ? null : at); },
       oncurrent: (at) => this.point(at),
       onescape: () => this.choose(null),
       onscroll: () => this.drawn(),

@@ -1,6 +1,7 @@
 // The curves and attention maps of the texts in a page, decoded when they are needed.
 
 import { decodedArrays, inflated, pooledMap } from "./data.js";
+import { rowOf } from "./heads.js";
 import { TILE } from "./tiles.js";
 
 // Exact maps: code c stands for the weight (c / 255)², see qkv.report.payload.
@@ -22,6 +23,17 @@ export class PageData {
     const view = this.page.groups[g].texts[t], packed = async (id) => JSON.parse(await this.blob(id));
     if (view.maps !== "kept" && !view.pooled) return null;
     return this.once(`stored-${g}-${t}`, () => new StoredMaps(view, async (kind, row) => (await this.once(`${kind}-${g}-${t}`, packed))[row]));
+  }
+
+  /** A head of a text, for the parts of a page that show it: {page, group, view, maps, layer, head, row}. */
+  at(g, t, layer, head) {
+    const group = this.page.groups[g];
+    return { page: this.page, group, view: group.texts[t], maps: this.maps(g, t), layer, head, row: rowOf(group, layer, head) };
+  }
+
+  /** A promise of the same with the `curves` of the text. */
+  async head(g, t, layer, head) {
+    return { ...this.at(g, t, layer, head), curves: await this.curves(g, t) };
   }
 
   /** What `load(id)` gives, loaded once; what failed may be loaded again. */
