@@ -195,7 +195,7 @@ class App {
   #commit(state, replace) {
     const before = this.state, changed = new Set();
     for (const key of new Set([...Object.keys(before), ...Object.keys(state)])) if (before[key] !== state[key]) changed.add(key);
-    if (before.page !== state.page) this.#pageStates.set(before.page, pageKeys(before));
+    if (before.page !== state.page) this.#pageStates.set(before.page, { ...pageKeys(before), ...this.#mounted?.handle?.unwritten?.() });
     this.state = state;
     this.#write(addressOf(state), replace || this.#isSweep(changed));
     this.#drawBar();

@@ -142,9 +142,8 @@ function headGrid({ group, cells, layer, head, label, select, open }) {
 }
 
 /**
- * Let clicks and keys select among the heads in a box, and mark (layer, head); returns the box. Arrow keys, Home and End move
- * within the row of a grid, or among all heads where lines wrap. `select(layer, head)` is called for each selection, and
- * `open(layer, head)`, if given, for Enter and double clicks; with `once`, for clicks.
+ * Let clicks and `arrowKeys` select among the heads in a box, and mark (layer, head); returns the box. `select(layer, head)` is
+ * called for each selection, and `open(layer, head)`, if given, for Enter and double clicks; with `once`, for clicks.
  */
 export function selectable(box, { layer, head, select, open = null, once = false }) {
   const cellOf = (event) => event.target.closest("[data-layer]"), placeOf = (cell) => [+cell.dataset.layer, +cell.dataset.head];
@@ -155,19 +154,24 @@ export function selectable(box, { layer, head, select, open = null, once = false
     if (cell && once) open?.(...placeOf(cell)); // Enter is a click
   });
   if (open && !once) box.addEventListener("dblclick", (event) => { if (cellOf(event)) open(...placeOf(cellOf(event))); });
+  if (open && !once) box.addEventListener("keydown", (event) => { if (event.key === "Enter" && cellOf(event)) event.preventDefault(), open(...placeOf(cellOf(event))); });
+  arrowKeys(box, choose);
+  markHead(box, layer, head);
+  return box;
+}
+
+/** Call `move(cell)` for the arrow keys, Home and End among the heads in a box: within a row of a grid, or among all where lines wrap. */
+export function arrowKeys(box, move) {
   box.addEventListener("keydown", (event) => {
-    const cell = cellOf(event), all = [...box.querySelectorAll("[data-layer]")], here = all.indexOf(cell);
+    const cell = event.target.closest("[data-layer]"), all = [...box.querySelectorAll("[data-layer]")], here = all.indexOf(cell);
     if (!cell) return;
-    if (event.key === "Enter" && open && !once) { event.preventDefault(); open(...placeOf(cell)); return; }
     const row = cell.closest("[role=row]"), line = row ? all.filter((other) => row.contains(other)) : all, at = line.indexOf(cell);
     const moves = { ArrowLeft: () => line[at - 1], ArrowRight: () => line[at + 1], Home: () => line[0], End: () => line.at(-1), ArrowUp: () => beside(all, here, -1), ArrowDown: () => beside(all, here, 1) };
     if (!Object.hasOwn(moves, event.key)) return;
     event.preventDefault();
     const next = moves[event.key]();
-    if (next) choose(next);
+    if (next) move(next);
   });
-  markHead(box, layer, head);
-  return box;
 }
 
 /** The nearest cell in the line above (-1) or below (1); the length of lines may depend on the window. */
