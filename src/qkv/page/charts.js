@@ -177,6 +177,34 @@ export function markCell(box, cell, rows, columns) {
   down.style.left = `${((cell[1] + 0.5) / columns) * 100}%`;
 }
 
+/** A small picture of a whole map or text, with a frame around the part in view. Pressing or dragging calls `ongo(x, y)`, from 0 to 1. */
+export class Miniature {
+  constructor({ name, label, ongo }) {
+    const go = (event) => {
+      const box = this.element.getBoundingClientRect(), within = (at) => Math.min(Math.max(at, 0), 0.9999);
+      ongo(within((event.clientX - box.left) / box.width), within((event.clientY - box.top) / box.height));
+    };
+    this.pictures = h("div", {});
+    this.frame = h("i", { hidden: true });
+    this.element = h("div", {
+      class: `miniature ${name}`, role: "img", "aria-label": label, onpointerdown: (event) => { this.element.setPointerCapture(event.pointerId); go(event); },
+      onpointermove: (event) => { if (event.buttons) go(event); },
+    }, this.pictures, this.frame);
+  }
+
+  /** Show canvases side by side. */
+  show(...canvases) {
+    this.pictures.replaceChildren(...canvases);
+  }
+
+  /** Frame a part, whose edges are from 0 to 1; nothing if it is all. */
+  mark({ left = 0, top = 0, right = 1, bottom = 1 }) {
+    const percent = (share) => `${100 * share}%`;
+    this.frame.hidden = right - left >= 1 && bottom - top >= 1;
+    Object.assign(this.frame.style, { left: percent(left), top: percent(top), width: percent(right - left), height: percent(bottom - top) });
+  }
+}
+
 /** A colour bar with labels at both ends. */
 export function legend({ low, high, note = null, colourOf = ramp }) {
   const bar = h("canvas", {}), columns = 96;

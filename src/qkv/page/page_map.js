@@ -110,7 +110,7 @@ class MapPage {
     this.head = null;
     this.large.clear("The map of this head could not be loaded.");
     this.large.canvas.classList.remove("stale");
-    this.overview.clear();
+    this.overview.show();
     this.why.hidden = false;
     this.why.replaceChildren(h("p", {}, error.message), h("button", { type: "button", class: "quiet", onclick: () => this.load() }, "Try again"));
     replace(this.pinned);
@@ -143,7 +143,6 @@ class MapPage {
       cancel(this.rest); // following the address is no motion by the user
       this.entry = { ...this.map.view };
     }
-    this.overview.fit();
     this.repin();
   }
 

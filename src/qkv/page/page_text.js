@@ -119,7 +119,7 @@ class TextPage {
         onchoose: (at) => this.togglePin({ side, at }),
         oncurrent: (at) => this.select({ side, at }),
         onescape: () => this.clear(),
-        onscroll: () => this.strips(),
+        onscroll: () => strip.scrolled(),
       });
       const strip = new TextStrip(flow);
       this.flows[side] = { flow, strip };
@@ -286,7 +286,7 @@ class TextPage {
     if (!this.weights || !this.tones) return;
     const { crossed } = this.weights;
     for (const [side, { strip }] of Object.entries(this.flows))
-      strip.draw(stripColumns({ received: this.shares, selected: this.shades, tones: this.tones, asKeys: !crossed || side === "key", asQueries: !crossed || side === "query" }), this.tones);
+      strip.draw(stripColumns({ received: this.shares, selected: this.shades, tones: this.tones, asKeys: !crossed || side === "key", asQueries: !crossed || side === "query" }));
   }
 
   // ---- legend and panel ----

@@ -1,6 +1,6 @@
 // The text of a profile, shaded by the attention that each token receives, or by the weights of one query.
 
-import { choice, legend, paint } from "./charts.js";
+import { choice, legend, Miniature, paint } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { h, replace } from "./dom.js";
@@ -136,26 +136,22 @@ export class Reading {
   layers(curves, view, { layers }) {
     const n = view.n_keys, rows = layers.map((_, l) => binPeaks(rowOfCurve(curves.layers, l), STRIP));
     const { level } = logarithmic(rows.flatMap((row) => Array.from(row)), 0.05);
-    const canvas = h("canvas", { role: "img", "aria-label": "Received attention by layer and position" });
+    const canvas = h("canvas", {});
     paint(canvas, layers.length, rows[0].length, (l, b) => level(rows[l][b]));
     canvas.style.height = `${Math.min(Math.max(layers.length * 9, 54), 200)}px`;
-    this.window = h("i", { class: "frame", hidden: true });
-    const box = h("div", { class: "strip-box", onclick: (event) => {
-      const bounds = canvas.getBoundingClientRect(), at = Math.floor(((event.clientX - bounds.left) / bounds.width) * n);
-      this.flow.reveal(Math.min(Math.max(at, 0), n - 1));
-    } }, canvas, this.window);
+    this.whole = new Miniature({ name: "layers-strip", label: "Received attention by layer and position", ongo: (x) => this.flow.reveal(Math.floor(x * n)) });
+    this.whole.show(canvas);
     this.frame();
     return h("figure", { class: "strip" },
       h("figcaption", {}, h("span", {}, "The whole text, layer by layer"), h("small", {}, `rows: layer ${layers[0]} (top) to ${layers.at(-1)} · columns: positions 0 to ${integer(n - 1)}${n > STRIP ? ", the largest share in each" : ""} · click to go there`)),
-      box);
+      this.whole.element);
   }
 
   /** Mark the visible part of the text on the strip. */
   frame() {
-    if (!this.window || !this.flow?.width) return;
+    if (!this.whole || !this.flow?.width) return;
     const [first, last] = this.flow.view, n = this.shown.view.n_keys;
-    this.window.hidden = last - first + 1 >= n;
-    Object.assign(this.window.style, { left: `${(100 * first) / n}%`, width: `${(100 * (last - first + 1)) / n}%` });
+    this.whole.mark({ left: first / n, right: (last + 1) / n });
   }
 
   recolour() {
