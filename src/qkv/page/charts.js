@@ -137,44 +137,40 @@ export function paint(canvas, rows, columns, at, colourOf = ramp) {
   context.putImageData(image, 0, 0);
 }
 
-/**
- * A canvas of rows × columns cells. `onmove(row, column)` is called when the pointer or the arrow keys move to a cell.
- * `markCell` draws the crosshair, so that several maps can share one position.
- */
-export function cellMap({ canvas, rows, columns, label, onmove }) {
-  let at = [0, 0];
-  const go = (row, column) => {
-    at = [Math.min(Math.max(row, 0), rows - 1), Math.min(Math.max(column, 0), columns - 1)];
-    onmove(...at);
-  };
-  return h(
-    "div",
-    {
-      class: "map", tabindex: 0, role: "application", "aria-roledescription": "attention map", "aria-label": `${label}. Arrow keys move between cells.`,
+/** A canvas of rows × columns cells, in the class `name`, to be painted. onmove(row, column): the pointer or the arrow keys moved to a cell. */
+export class CellMap {
+  constructor({ name, rows, columns, label, onmove }) {
+    Object.assign(this, { rows, columns, onmove, at: [0, 0], canvas: h("canvas", {}), across: h("i", { class: "across", hidden: true }), down: h("i", { class: "down", hidden: true }) });
+    this.element = h("div", {
+      class: `map ${name}`, tabindex: 0, role: "application", "aria-roledescription": "attention map", "aria-label": `${label}. Arrow keys move between cells.`,
       style: { "aspect-ratio": `${columns} / ${rows}` },
       onpointermove: (event) => {
-        const frame = canvas.getBoundingClientRect();
-        go(Math.floor(((event.clientY - frame.top) / frame.height) * rows), Math.floor(((event.clientX - frame.left) / frame.width) * columns));
+        const frame = this.canvas.getBoundingClientRect();
+        this.go(Math.floor(((event.clientY - frame.top) / frame.height) * rows), Math.floor(((event.clientX - frame.left) / frame.width) * columns));
       },
       onkeydown: (event) => {
         const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
         if (!move) return;
         event.preventDefault();
         const stride = event.shiftKey ? 10 : 1;
-        go(at[0] + stride * move[0], at[1] + stride * move[1]);
+        this.go(this.at[0] + stride * move[0], this.at[1] + stride * move[1]);
       },
-    },
-    canvas, h("i", { class: "across", hidden: true }), h("i", { class: "down", hidden: true }),
-  );
-}
+    }, this.canvas, this.across, this.down);
+  }
 
-/** Move the crosshair of a `cellMap` with rows × columns cells to a cell; hide it if `cell` is null. */
-export function markCell(box, cell, rows, columns) {
-  const [across, down] = box.querySelectorAll("i");
-  across.hidden = down.hidden = !cell;
-  if (!cell) return;
-  across.style.top = `${((cell[0] + 0.5) / rows) * 100}%`;
-  down.style.left = `${((cell[1] + 0.5) / columns) * 100}%`;
+  go(row, column) {
+    this.at = [Math.min(Math.max(row, 0), this.rows - 1), Math.min(Math.max(column, 0), this.columns - 1)];
+    this.onmove(...this.at);
+  }
+
+  /** Move the crosshair to a cell, which maps of one shape can share; hide it without one. */
+  mark(cell) {
+    this.across.hidden = this.down.hidden = !cell;
+    if (!cell) return;
+    this.at = cell;
+    this.across.style.top = `${((cell[0] + 0.5) / this.rows) * 100}%`;
+    this.down.style.left = `${((cell[1] + 0.5) / this.columns) * 100}%`;
+  }
 }
 
 /** A small picture of a whole map or text, with a frame around the part in view. Pressing or dragging calls `ongo(x, y)`, from 0 to 1. */

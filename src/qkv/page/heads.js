@@ -5,7 +5,7 @@ import { chooser, curve, keyOf, legend, stack } from "./charts.js";
 import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { h } from "./dom.js";
-import { binPeaks, integer, named, visible, written } from "./numbers.js";
+import { binPeaks, integer, named, short, visible, written } from "./numbers.js";
 import { nextFrame } from "./state.js";
 
 const MANY = 16; // with more heads or layers, cells are too small for text
@@ -50,6 +50,12 @@ export function sizeWords({ layers, heads }) {
   const counted = ({ length }, noun) => `${integer(length)} ${noun}${length === 1 ? "" : "s"}`;
   return `${counted(layers, "layer")} × ${counted(heads, "head")}`;
 }
+
+/** What is known of a measurement, in words: {name: fact}. */
+export const factsOf = ({ attrs: { parameters, dtype, seconds } }, group, view) => ({
+  attention: group.causal ? "causal" : view.queries ? "cross" : "bidirectional", parameters: parameters && short(parameters), dtype,
+  "measured in": seconds && `${seconds.toFixed(seconds < 10 ? 2 : 0)} s`,
+});
 
 /** Names of the statistics that at least one head of a text has. */
 export const statisticsOf = (view) => Object.keys(looks.statistics).filter((name) => view.heads[name]?.some((x) => x !== null));

@@ -2,7 +2,7 @@
 // its own keys in the address: bsource, bgroup, btext, blayer, bhead.
 
 import { lengthWords, validHead } from "./address.js";
-import { cellMap, chooser, curve, keyOf, legend, markCell, paint, stack } from "./charts.js";
+import { CellMap, chooser, curve, keyOf, legend, paint, stack } from "./charts.js";
 import { destinationColour, looks } from "./colour.js";
 import { comparedName, comparedTable, MAX_EXACT, paintDifference, Side, signedColour, totalVariation } from "./compare_side.js";
 import { h, replace } from "./dom.js";
@@ -61,21 +61,17 @@ class Compare {
     this.#aborting.abort();
     this.#aborting = new AbortController();
     const { signal } = this.#aborting;
-    try {
-      const sides = await this.#validSides(signal);
-      if (!sides) return;
-      sides[0].similar = await similarHead(sides[0].source, sides[0].at);
-      if (signal.aborted) return;
-      this.#shown = { sides, variation: null };
-      this.#draw();
-      await Promise.all(sides.map((side) => side.load(signal)));
-      if (signal.aborted) return;
-      const [a, b] = sides.map(({ matrix }) => matrix);
-      if (this.#sameTokens() && a.exact && b.exact) this.#shown.variation = totalVariation(a, b);
-      this.#draw();
-    } catch (error) {
-      if (!signal.aborted) this.#app.trouble(error);
-    }
+    const sides = await this.#validSides(signal);
+    if (!sides) return;
+    sides[0].similar = await similarHead(sides[0].source, sides[0].at);
+    if (signal.aborted) return;
+    this.#shown = { sides, variation: null };
+    this.#draw();
+    await Promise.all(sides.map((side) => side.load(signal)));
+    if (signal.aborted) return;
+    const [a, b] = sides.map(({ matrix }) => matrix);
+    if (this.#sameTokens() && a.exact && b.exact) this.#shown.variation = totalVariation(a, b);
+    this.#draw();
   }
 
   /** Both sides with their profiles; null if the address was corrected, which calls `update` again. */
@@ -221,8 +217,8 @@ class Compare {
     const { name, source, matrix } = side, title = `${name} · ${side.headName}`, { sides: [a, b], variation } = this.#shown;
     if (!matrix) return h("div", { class: "compare-blank", "aria-busy": "true" }, "Computing the map …");
     if (!matrix.values) return h("p", { class: "compare-blank note" }, `There is no map of ${title}. ${matrix.why ?? ""}`);
-    side.canvas = h("canvas", {});
-    paint(side.canvas, matrix.rows, matrix.columns, (row, column) => {
+    side.box = this.#box(matrix, title);
+    paint(side.box.canvas, matrix.rows, matrix.columns, (row, column) => {
       const weight = matrix.values[row * matrix.columns + column];
       return weight > 0 ? Math.max(Math.log(weight / low) / Math.log(top / low), FAINT) : 0;
     });
@@ -230,35 +226,33 @@ class Compare {
     const whose = a.source === b.source ? null : h("small", {}, ` · ${source.name}`);
     return h("figure", { class: "compare-figure" },
       h("figcaption", {}, h("span", {}, title, note, whose), name === "A" || !variation ? legend({ low: `≤ ${weightWords(low)}`, high: percent(top) }) : null),
-      this.#box(side.canvas, matrix, title));
+      side.box.element);
   }
 
   #difference() {
-    const [a, b] = this.#shown.sides.map(({ matrix }) => matrix), canvas = h("canvas", {});
-    paintDifference(canvas, a, b);
+    const [a, b] = this.#shown.sides.map(({ matrix }) => matrix), box = (this.#shown.difference = this.#box(a, "Difference of A and B"));
+    paintDifference(box.canvas, a, b);
     return h("figure", { class: "compare-figure" },
       h("figcaption", {}, h("span", {}, "Difference"),
         legend({ low: "A more", high: "B more", colourOf: (level) => signedColour(2 * level - 1) })),
-      this.#box(canvas, a, "Difference of A and B"));
+      box.element);
   }
 
   /** A map whose crosshair is shared by all maps of the same shape. */
-  #box(canvas, matrix, label) {
-    const { rows, columns } = matrix;
+  #box(matrix, label) {
+    const { rows, columns } = matrix, box = new CellMap({ name: "compare-map", rows, columns, label, onmove: (row, column) => this.#point(matrix, row, column) });
     // With more cells than pixels, average them: nearest-neighbour scaling would skip cells.
-    canvas.style.setProperty("image-rendering", columns > SHARP ? "auto" : "pixelated");
-    const box = cellMap({ canvas, rows, columns, label, onmove: (row, column) => this.#point(matrix, row, column) });
-    box.classList.add("compare-map");
+    box.canvas.style.setProperty("image-rendering", columns > SHARP ? "auto" : "pixelated");
     return box;
   }
 
   /** Mark a cell in every map of this shape, and show the weights in it. */
   #point(matrix, row, column) {
-    const { sides: both, variation } = this.#shown;
+    const { sides: both, variation, difference } = this.#shown;
     if (both.some((side) => !side.matrix)) return; // the shown maps are about to be replaced
     const sides = both.filter(({ matrix: own }) => own === matrix || (variation && own));
-    for (const box of this.#maps.querySelectorAll(".compare-map"))
-      markCell(box, variation || sides.some(({ canvas }) => box.contains(canvas)) ? [row, column] : null, matrix.rows, matrix.columns);
+    for (const side of both) side.box?.mark(sides.includes(side) ? [row, column] : null);
+    difference?.mark([row, column]);
     const { view } = sides[0], weights = sides.map(({ matrix: own }) => own.values[row * own.columns + column]);
     const parts = sides.map(({ name }, index) => `${name} ${weightWords(weights[index])}`);
     if (variation) parts.push(`B − A ${weights[1] < weights[0] ? "−" : "+"}${weightWords(Math.abs(weights[1] - weights[0]))}`);

@@ -2,7 +2,7 @@
 
 import { integer, percent, short, written } from "./numbers.js";
 import { isDark, looks, useLooks } from "./colour.js";
-import { HeadCurves, KIND, allHeads, headCard, headName, headTitle, labelOf, markHead, meaningOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
+import { HeadCurves, KIND, allHeads, factsOf, headCard, headName, headTitle, labelOf, markHead, meaningOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
 import { findingTiles } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
@@ -36,10 +36,7 @@ function header() {
   const facts = [
     [v.n_queries === v.n_keys ? "tokens" : "queries × keys", v.n_queries === v.n_keys ? integer(v.n_keys) : `${integer(v.n_queries)} × ${integer(v.n_keys)}`],
     ["layers × heads", `${g.layers.length} × ${g.heads.length}`],
-    ["attention", g.causal ? "causal" : v.queries ? "cross" : "bidirectional"],
-    ["parameters", attrs.parameters && short(attrs.parameters)],
-    ["dtype", attrs.dtype],
-    ["measured in", attrs.seconds && `${attrs.seconds.toFixed(attrs.seconds < 10 ? 2 : 0)} s`],
+    ...Object.entries(factsOf(PAGE, g, v)),
     ["peak memory", attrs.peak_memory_bytes && `${short(attrs.peak_memory_bytes)}B`],
     ["date", attrs.created && attrs.created.slice(0, 10)],
   ];
