@@ -63,9 +63,9 @@ class App {
     this.#shell.trouble(error);
   }
 
-  /** Have a screen reader announce a text. */
-  announce(text) {
-    this.#shell.announce(text);
+  /** Have a screen reader announce a text: see `Shell.announce`. */
+  announce(text, after) {
+    this.#shell.announce(text, after);
   }
 
   /** Draw the page in the colours of another theme. */

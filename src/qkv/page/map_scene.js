@@ -118,10 +118,10 @@ export function edges(layout, { received, entropy, scales }) {
   const from = frame.x + frame.w + 8, wide = margin.right - (narrow ? 12 : 22);
   const beside = steps(entropy, frame.y, frame.h, origin.y, scale, mean).map(([at, nats]) => [at, from + (wide * nats) / scales.entropy.high]);
   return [
-    area(stairs(below, frame.x + frame.w, ([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`), `V${base}H${frame.x.toFixed(1)}Z`),
+    area(stairs(below, frame.x + frame.w, (x, y) => `${x.toFixed(1)} ${y.toFixed(1)}`), `V${base}H${frame.x.toFixed(1)}Z`),
     line(frame.x, base + 0.5, frame.x + frame.w, base + 0.5), ticks,
     text(frame.x, frame.y + frame.h + 17, "received by key"),
-    area(stairs(beside, frame.y + frame.h, ([y, x]) => `${x.toFixed(1)} ${y.toFixed(1)}`, true), `H${from}V${frame.y.toFixed(1)}Z`),
+    area(stairs(beside, frame.y + frame.h, (y, x) => `${x.toFixed(1)} ${y.toFixed(1)}`), `H${from}V${frame.y.toFixed(1)}Z`),
     line(from - 0.5, frame.y, from - 0.5, frame.y + frame.h),
     text(from, frame.y - 22, "entropy", { size: narrow ? 10.5 : 11 }), text(from, frame.y - 8, `${upTo(scales.entropy.high)} ${narrow ? "" : "nats"}`),
   ].flat();
@@ -140,35 +140,16 @@ function steps(values, start, length, origin, scale, pooled) {
   }
   for (let pixel = 0; pixel < length; pixel++) {
     const from = Math.max(Math.floor((start + pixel - origin) / scale), 0), to = Math.min(Math.max(Math.floor((start + pixel + 1 - origin) / scale), from + 1), values.length);
-    if (from < to) found.push([start + pixel, pooled(values, from, to)]);
+    if (from < to) found.push([start + pixel, pooled(values.subarray(from, to))]);
   }
   return found;
 }
 
-function largest(values, from, to) {
-  let most = values[from];
-  for (let at = from + 1; at < to; at++) if (values[at] > most) most = values[at];
-  return most;
-}
+const largest = (values) => values.reduce((most, value) => (value > most ? value : most));
+const mean = (values) => values.reduce((sum, value) => sum + value) / values.length;
 
-function mean(values, from, to) {
-  let sum = 0;
-  for (let at = from; at < to; at++) sum += values[at];
-  return sum / (to - from);
-}
-
-/** A step function as an SVG path; empty without points. */
-function stairs(points, end, written, downwards = false) {
-  if (!points.length) return "";
-  const [first] = points;
-  let path = `M${written(first)}`;
-  for (let at = 0; at < points.length; at++) {
-    const next = at + 1 < points.length ? points[at + 1] : null;
-    path += downwards ? `V${(next ? next[0] : end).toFixed(1)}` : `H${(next ? next[0] : end).toFixed(1)}`;
-    if (next) path += downwards ? `H${next[1].toFixed(1)}` : `V${next[1].toFixed(1)}`;
-  }
-  return path;
-}
+/** A step function as an SVG path, until `end` along its axis; `point(along, across)` writes a point. */
+const stairs = (points, end, point) => points.map(([at, value], step) => `${step ? "L" : "M"}${point(at, value)}L${point(points[step + 1]?.[0] ?? end, value)}`).join("");
 
 /** A crosshair on a pair of tokens and its bin {queries: [first, last], keys: …}. `pinned` is drawn dashed, without tags. */
 export function crosshair(layout, pair, bin, tokens, pinned = false) {

@@ -27,7 +27,7 @@ class MapPage {
       onpin: (point) => app.go(point ? { cq: point.query, ck: point.key } : { cq: null, ck: null }, { replace: true }),
       onset: ({ pool, scale }) => app.go(pool ? { pool: pool === "max" ? null : pool } : { scale: scale === "log" ? null : scale }, { replace: true }),
       ondraw: () => this.overview.draw(),
-      announce: (text) => app.announce(text),
+      announce: (text, after) => app.announce(text, after),
       ontrouble: (error) => app.trouble(error),
     });
     this.map = this.large.map;

@@ -1,5 +1,6 @@
 // Overview: the main findings, the grid of all heads, and the card of the selected head.
 
+import { TEXT } from "./address.js";
 import { looks } from "./colour.js";
 import { h, replace } from "./dom.js";
 import { findingTiles } from "./findings.js";
@@ -39,17 +40,11 @@ class Overview {
 
   async update(changed) {
     if (this.#corrected()) return; // which calls update again
-    let selected = false;
-    if (["page", "source", "group", "text"].some((key) => changed.has(key))) {
-      this.#found();
-      this.#heads();
-      selected = true;
-    } else if (changed.has("statistic")) this.#heads();
-    if (changed.has("layer") || changed.has("head")) {
-      markHead(this.#grid, this.#app.state.layer, this.#app.state.head);
-      selected = true;
-    }
-    if (selected) await this.#selected();
+    const { layer, head } = this.#app.state, has = (...keys) => keys.some((key) => changed.has(key)), other = has("page", ...TEXT), moved = has("layer", "head");
+    if (other) this.#found();
+    if (other || has("statistic")) this.#heads();
+    else if (moved) markHead(this.#grid, layer, head);
+    if (other || moved) await this.#selected();
   }
 
   /** Remove an unknown statistic from the address, with a note; returns whether there was one. */

@@ -168,7 +168,10 @@ class TextPage {
       if (request.signal.aborted || weights !== this.weights) return;
     }
     this.redraw();
-    this.announce();
+    const words = this.unspoken && this.active && tokenSentence(this.active, this.weights);
+    if (!words) return;
+    this.unspoken = false;
+    this.app.announce(words, SPOKEN_AFTER);
   }
 
   // ---- selecting ----
@@ -184,18 +187,8 @@ class TextPage {
   select(token) {
     this.hovered = null;
     this.current = token;
-    this.announcePending = false;
+    this.unspoken = true; // its weights are loaded first
     this.refresh(DEBOUNCE);
-    clearTimeout(this.speak);
-    this.speak = setTimeout(() => { this.announcePending = true; this.announce(); }, SPOKEN_AFTER);
-  }
-
-  /** Have a screen reader announce the current token, as soon as its weights are loaded. */
-  announce() {
-    const words = this.announcePending && this.active && tokenSentence(this.active, this.weights);
-    if (!words) return;
-    this.announcePending = false;
-    this.app.announce(words);
   }
 
   /** Pin or unpin a token. */
@@ -338,7 +331,6 @@ class TextPage {
   unmount() {
     this.loads++;
     cancel(this.timer);
-    clearTimeout(this.speak);
     this.request?.abort();
     this.sizes.disconnect();
     this.closeFlows();

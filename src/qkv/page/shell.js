@@ -27,6 +27,7 @@ export class Shell {
   #app;
   #settings = storedSettings();
   #busyTimer = 0;
+  #speaking = 0; // timer of the announcement
 
   constructor(app) {
     this.#app = app;
@@ -115,9 +116,10 @@ export class Shell {
     byId("troubles").replaceChildren();
   }
 
-  /** Have a screen reader announce a text. */
-  announce(text) {
-    byId("live").textContent = text;
+  /** Have a screen reader announce a text, or what a function then gives: after so many milliseconds without another announcement. */
+  announce(text, after = 0) {
+    clearTimeout(this.#speaking);
+    this.#speaking = setTimeout(() => { byId("live").textContent = typeof text === "function" ? text() : text; }, after);
   }
 
   #theme() {
