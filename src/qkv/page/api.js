@@ -2,7 +2,7 @@
 
 import { addStatistics } from "./colour.js";
 import { begin } from "./state.js";
-import { PageData } from "./stored_maps.js";
+import { PageData } from "./data.js";
 
 const RETRIES = 4; // of a request that the server's full job queue rejected
 

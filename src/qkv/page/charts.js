@@ -40,11 +40,17 @@ export function keyOf(entries) {
 export const TICK = { fill: "var(--soft)", "font-size": 11 };
 export const REFERENCE = { class: "reference", fill: "none", stroke: "var(--soft)", "stroke-dasharray": "4 3" };
 
-/** Horizontal rules from `left` to `right` at the heights `y(tick)`, labelled on the left by `words(tick)`. */
-export const rules = (ticks, { left, right, y, words }) => ticks.map((tick) => [
-  svg("line", { stroke: "var(--line)", "shape-rendering": "crispEdges", x1: left, x2: right, y1: y(tick), y2: y(tick) }),
-  svg("text", { ...TICK, x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, words(tick)),
-]);
+/** A vertical axis from `low` (0 unless `log`) to at least `high`, `tall` pixels from `top`: {y(value), names, rules(left, right)}. */
+export function verticalAxis({ low, high, log, unit, top, tall, count = 3 }) {
+  const ticks = log ? decades(low, high) : niceTicks(high, count), end = log ? high : Math.max(high, ticks.at(-1));
+  const y = (value) => top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / end));
+  const names = ticks.map((tick) => (unit === "%" ? percent(tick) : tick.toLocaleString("en", { maximumSignificantDigits: 3 })));
+  const rules = (left, right) => ticks.map((tick, at) => [
+    svg("line", { stroke: "var(--line)", "shape-rendering": "crispEdges", x1: left, x2: right, y1: y(tick), y2: y(tick) }),
+    svg("text", { ...TICK, x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, names[at]),
+  ]);
+  return { y, names, rules };
+}
 
 /**
  * Curves along texts, as wide as `width` pixels. `series`: [{values, n, label, colour}], with values in bins of a text of n
@@ -55,15 +61,14 @@ export function curve({ title, series, width, unit, tokens = null, reference = n
   const height = 118, left = 52, right = 6, top = 10, bottom = 18;
   const inner = width - left - right, tall = height - top - bottom, n = Math.max(...series.map((one) => one.n));
   const known = series.flatMap(({ values }) => Array.from(values).filter((value) => Number.isFinite(value) && (!log || value > 0))).sort((a, b) => a - b);
-  let high = Math.max(known.at(-1) ?? 1, ...(reference?.values ?? []), log ? 0 : 1e-9), low = 0;
+  const high = Math.max(known.at(-1) ?? 1, ...(reference?.values ?? []), log ? 0 : 1e-9);
+  let low = 0;
   if (log) {
     low = Math.max(known[Math.floor(known.length * 0.02)] ?? 1e-6, high * 1e-6);
     if (low >= high / 2) low = high / 10;
   }
-  const ticks = log ? decades(low, high) : niceTicks(high);
-  if (!log) high = Math.max(high, ticks.at(-1));
+  const { y, rules } = verticalAxis({ low, high, log, unit, top, tall });
   const x = (one, place) => (left + ((place / one.values.length) * one.n * inner) / n).toFixed(1);
-  const y = (value) => top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / high));
   const path = (one) => {
     let line = "", pen = false;
     one.values.forEach((value, bin) => {
@@ -76,7 +81,7 @@ export function curve({ title, series, width, unit, tokens = null, reference = n
   const marker = svg("line", { class: "marker", y1: top, y2: top + tall, visibility: "hidden" }), readout = h("output", {});
   const summary = series.length > 1 ? `. ${series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ")}` : `, from ${written(known[0] ?? NaN, unit)} to ${written(known.at(-1) ?? NaN, unit)}`;
   const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}${summary}` },
-    rules(ticks, { left, right: width - right, y, words: (tick) => (unit === "%" ? percent(tick) : tick.toLocaleString("en")) }),
+    rules(left, width - right),
     bars && known.length ? svg("path", { class: "area", d: `${path(series[0])}V${top + tall}H${left}Z` }) : null,
     series.map((one) => svg("path", { class: "line", d: path(one), style: { stroke: one.colour ?? "var(--accent)" } })),
     reference ? svg("path", { ...REFERENCE, d: Array.from(reference.values, (value, bin) => `${bin ? "L" : "M"}${x({ ...reference, n }, bin + 0.5)} ${y(value).toFixed(1)}`).join("") }) : null,

@@ -23,7 +23,7 @@ function foldedSteps(steps, open) {
 
 function purposeOf({ purpose, layer, head }, open) {
   if (layer === null) return h("em", {}, purpose);
-  return h("button", { type: "button", class: "step-open", onclick: () => open(layer, head) }, purpose);
+  return h("button", { type: "button", class: "link", onclick: () => open(layer, head) }, purpose);
 }
 
 /** The command, which a click selects, and a button that copies it. */

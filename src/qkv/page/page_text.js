@@ -230,7 +230,7 @@ class TextPage {
       flow.reveal(last.at);
     }
     replace(this.trail, ...this.path.flatMap((step, index) => [
-      h("button", { type: "button", class: "text-step", "data-key": `step-${index}`, onclick: () => this.back(index) },
+      h("button", { type: "button", class: "link", "data-key": `step-${index}`, onclick: () => this.back(index) },
         `${headName(group, step.layer, step.head)} `, h("bdi", {}, `“${named(weights.queries[step.at])}”`)),
       h("span", { "aria-hidden": "true" }, "→"),
     ]), this.path.length && last ? h("b", {}, `L${group.layers[weights.at.layer]} `, h("bdi", {}, `“${named(weights.tokensOf(last.side)[last.at])}”`)) : null);

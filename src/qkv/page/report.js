@@ -9,7 +9,7 @@ import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
 import { sinkFigures } from "./sinks.js";
 import { announceState, begin, counted } from "./state.js";
-import { PageData } from "./stored_maps.js";
+import { PageData } from "./data.js";
 
 const $ = (id) => document.getElementById(id);
 const PAGE = JSON.parse($("page").textContent);

@@ -1,7 +1,7 @@
 // Figures about attention sinks, for the report and the viewer: heads as dots by layer, the residual stream by depth, and
 // a table of the tokens that are sinks.
 
-import { decades, keyOf, niceTicks, REFERENCE, rules, TICK } from "./charts.js";
+import { keyOf, REFERENCE, TICK, verticalAxis } from "./charts.js";
 import { h, svg } from "./dom.js";
 import { headTitle } from "./heads.js";
 import { truncated, integer, named, percent, written } from "./numbers.js";
@@ -130,12 +130,9 @@ function dotChart({ group, series, columns, title, note, unit, nameOf, axis = ""
   const draw = (width) => {
     let low = 0, high = Math.max(...all, unit === "%" ? 0.4 : 0, reference ?? 0, 1e-9);
     if (log) { low = Math.min(...all, reference ?? Infinity) / 1.25; high *= 1.25; }
-    const ticks = log ? decades(low, high) : niceTicks(high, 4);
-    const wordOf = (tick) => (unit === "%" ? percent(tick) : tick.toLocaleString("en", { maximumSignificantDigits: 3 }));
-    const height = 214, left = Math.max(38, 12 + 6.4 * Math.max(...ticks.map((tick) => wordOf(tick).length))), right = 8, top = 8, bottom = axis || below ? 34 : 20;
-    const inner = width - left - right, tall = height - top - bottom, step = inner / columns.length;
-    if (!log) high = Math.max(high, ticks.at(-1));
-    const y = (value) => top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / high));
+    const height = 214, right = 8, top = 8, bottom = axis || below ? 34 : 20, tall = height - top - bottom;
+    const { y, names, rules } = verticalAxis({ low, high, log, unit, top, tall, count: 4 });
+    const left = Math.max(38, 12 + 6.4 * Math.max(...names.map(({ length }) => length))), inner = width - left - right, step = inner / columns.length;
     const single = series.every((one) => one.columns.every((column) => column.length <= 1));
     const share = 0.62 / series.length, radius = Math.min(3.4, Math.max(1.6, (step * share) / 4));
     dots = [];
@@ -166,7 +163,7 @@ function dotChart({ group, series, columns, title, note, unit, nameOf, axis = ""
     };
     current = null;
     return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
-      rules(ticks, { left, right: width - right, y, words: wordOf }),
+      rules(left, width - right),
       reference === null ? null : svg("line", { ...REFERENCE, x1: left, x2: width - right, y1: y(reference), y2: y(reference) }),
       marks,
       columns.map((column, c) => (c % every ? null : svg("text", { ...TICK, x: left + step * (c + 0.5), y: top + tall + 15, "text-anchor": "middle" }, column))),

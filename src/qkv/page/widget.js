@@ -8,7 +8,7 @@ import { HeadCurves, headCard, sizeWords, textChoosers } from "./heads.js";
 import { MapsSection } from "./maps_section.js";
 import { integer } from "./numbers.js";
 import { Reading } from "./reading.js";
-import { PageData } from "./stored_maps.js";
+import { PageData } from "./data.js";
 
 const NARROW = 760; // pixels of width below which the wall is above the map
 const REST = 250; // milliseconds without motion before the visible part of the map is written into the selection
