@@ -198,10 +198,10 @@ export class Miniature {
     this.pictures.replaceChildren(...canvases);
   }
 
-  /** Frame a part, whose edges are from 0 to 1; nothing if it is all. */
+  /** Frame a part, whose edges are from 0 to 1; nothing if it is all, but for rounding. */
   mark({ left = 0, top = 0, right = 1, bottom = 1 }) {
     const percent = (share) => `${100 * share}%`;
-    this.frame.hidden = right - left >= 1 && bottom - top >= 1;
+    this.frame.hidden = Math.min(right - left, bottom - top) > 0.999;
     Object.assign(this.frame.style, { left: percent(left), top: percent(top), width: percent(right - left), height: percent(bottom - top) });
   }
 }

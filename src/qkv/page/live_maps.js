@@ -53,11 +53,13 @@ export class LiveTokens {
     const top = Math.max(...row, 1e-9), first = tokens.length - generated.length + (step ? 1 : 0); // the first generated token, if tokenization is unchanged
     const chips = tokens.map((token, i) => {
       const sampled = i >= first ? generated[i - first] : null, colour = ramp(Math.sqrt(row[i] / top));
-      return h("span", {
+      // The space before a word and the break after it are outside of its box, which would otherwise reach into another line.
+      const [, space, word, end] = /^( *)(.*?)(\n?)$/s.exec(lines(token));
+      return [word ? space : "", h("span", {
         class: `live-token${sampled ? " live-made" : ""}${i === tokens.length - 1 ? " live-query" : ""}`, style: { background: css(colour), color: inkOn(colour) },
         "data-tip": `${named(token)}\nweight ${percent(row[i])}${sampled ? `\nsampled with probability ${percent(sampled.probability)}` : ""}`,
-      }, lines(token));
-    });
+      }, word || space), end];
+    }).flat();
     if (step) chips.push(h("span", { class: "live-token live-new", "data-tip": `${named(step.token)}\nprobability ${percent(step.probability)}` }, lines(step.token), h("sub", {}, percent(step.probability))));
     const atEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - 8;
     this.box.replaceChildren(...chips);

@@ -11,7 +11,7 @@ const SANS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", A
 function margins(width, z) {
   const near = Math.min(Math.max((z - Math.log2(LABELLED)) / 0.7 + 1, 0), 1);
   const [from, to] = width < 560
-    ? [{ left: 60, top: 42, right: 50, bottom: 58 }, { left: 64, top: 62, right: 50, bottom: 58 }]
+    ? [{ left: 60, top: 42, right: 60, bottom: 58 }, { left: 64, top: 62, right: 60, bottom: 58 }]
     : [{ left: 76, top: 46, right: 74, bottom: 76 }, { left: 108, top: 86, right: 74, bottom: 76 }];
   return Object.fromEntries(Object.keys(from).map((side) => [side, from[side] + near * (to[side] - from[side])]));
 }

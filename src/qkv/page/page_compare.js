@@ -318,6 +318,6 @@ function spanWords(tokens, at, step) {
 
 /** A difference with its sign; differences of shares are in percentage points. */
 function signed(value, unit) {
-  const mark = value > 0 ? "+" : value < 0 ? "−" : "±";
-  return `${mark}${unit === "%" ? `${(100 * Math.abs(value)).toFixed(1)}\u00a0points` : written(Math.abs(value), unit)}`;
+  const size = unit === "%" ? `${(100 * Math.abs(value)).toFixed(1)}\u00a0points` : written(Math.abs(value), unit);
+  return `${parseFloat(size) === 0 ? "±" : value > 0 ? "+" : "−"}${size}`; // of what is written, which may be rounded to zero
 }

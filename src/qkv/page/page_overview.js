@@ -3,7 +3,7 @@
 import { TEXT } from "./address.js";
 import { looks } from "./colour.js";
 import { h, replace } from "./dom.js";
-import { findingTiles } from "./findings.js";
+import { findingTiles, joined } from "./findings.js";
 import { csvOf } from "./export.js";
 import { KIND, allHeads, factsOf, HeadCurves, headCard, headName, headTitle, labelOf, markHead, mostSimilar, rowOf, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
 
@@ -76,7 +76,7 @@ class Overview {
     const view = this.#view, group = this.#group, { attention, parameters, dtype, "measured in": time } = factsOf(this.#page, group, view);
     const facts = [sizeWords(group), `${attention} attention`, parameters && `${parameters} parameters`, dtype, time && `measured in ${time}`];
     this.#head.replaceChildren(
-      h("p", { class: "overview-headline" }, tied(view.headline)),
+      h("p", { class: "overview-headline" }, joined(view.headline)),
       h("p", { class: "overview-facts" }, facts.filter(Boolean).join(" · ")),
       h("div", { class: "overview-tiles" }, h("ul", { class: "tiles" }, findingTiles(view.findings, (layer, head) =>
         this.#app.go({ page: "map", layer: group.layers.indexOf(layer), head: group.heads.indexOf(head) }), { folded: true }))));
@@ -144,5 +144,3 @@ class Overview {
       })));
   }
 }
-
-const tied = (text) => text.replace(/ (%|× |· (?=H\d))/g, (_, mark) => `\u00a0${mark.trim()}${mark === "%" ? "" : "\u00a0"}`); // no line break inside a figure

@@ -4,7 +4,7 @@ import { integer, percent, short, written } from "./numbers.js";
 import { isDark, looks, useLooks } from "./colour.js";
 import { HeadCurves, KIND, allHeads, factsOf, headCard, headName, headTitle, labelOf, markHead, meaningOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
-import { findingTiles } from "./findings.js";
+import { findingTiles, joined } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
 import { sinkFigures } from "./sinks.js";
@@ -28,7 +28,7 @@ const storedMaps = () => data.maps(state.group, state.text);
 function header() {
   const { attrs } = PAGE, v = view(), g = group();
   $("model").textContent = attrs.model || "Attention profile";
-  $("headline").textContent = v.headline.replaceAll(" %", "\u00a0%");
+  $("headline").textContent = joined(v.headline);
   // The preview in the attributes is of the first text; for other texts, join the tokens.
   const preview = ((state.text === 0 && attrs.text_preview) || v.keys.slice(0, 60).join("")).trim().replace(/\s+/g, " ");
   const cut = v.n_keys > 60 || preview.length > 220; // a truncated preview drops a word that was cut

@@ -3,6 +3,7 @@
 
 import { keyOf, REFERENCE, TICK, verticalAxis } from "./charts.js";
 import { h, svg } from "./dom.js";
+import { joined } from "./findings.js";
 import { headTitle } from "./heads.js";
 import { truncated, integer, named, percent, written } from "./numbers.js";
 import { nextFrame } from "./state.js";
@@ -54,7 +55,7 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
     .map(([one, of]) => sinkTokenTable(one, after ? of : "", page.groups[g].texts.length > 1)).filter(Boolean);
   return [
     h("div", { class: "sink-lead", style: { "max-width": "76em", "margin-bottom": "4px" } },
-      h("p", {}, after ? h("b", {}, `${name}: `) : null, group.sink_sentence), after ? h("p", {}, h("b", {}, `${after.name}: `), after.group.sink_sentence) : null),
+      h("p", {}, after ? h("b", {}, `${name}: `) : null, joined(group.sink_sentence)), after ? h("p", {}, h("b", {}, `${after.name}: `), joined(after.group.sink_sentence)) : null),
     h("p", { class: "meaning" }, "Each dot is a head; the line is the mean of each layer’s heads.", chosen ? " Ringed: the selected head." : null),
     after ? keyOf([[name, BEFORE_COLOUR], [after.name, AFTER_COLOUR]]) : null,
     h("div", { class: "sink-figures", style: { display: "grid", "grid-template-columns": "repeat(auto-fit, minmax(min(100%, 340px), 1fr))", gap: "26px 40px", "margin-top": "18px", "align-items": "start" } },

@@ -43,7 +43,7 @@ export class Wall {
     const [what, values, unit] = alike ? ["similarity", alike.values, ""] : sort === "value" ? [labelOf(group, by), view.heads[by], looks.statistics[by].unit] : [];
     const painter = painterOf((l, k) => maps.small(rowOf(group, l, k)), high);
     const cellOf = (l, k) => {
-      const row = rowOf(group, l, k), value = what && written(values[row], unit), tip = [...headWords(group, view, row), ...(what ? [`${what} ${value}`] : [])].join("\n");
+      const row = rowOf(group, l, k), value = what && written(values[row], unit === "%" ? unit : ""), tip = [...headWords(group, view, row), ...(what ? [`${what} ${written(values[row], unit)}`] : [])].join("\n");
       const cell = headButton(group, l, k, tip, { class: "wall-cell", role: sections ? null : "gridcell" },
         h("canvas", { width: 1, height: 1 }), sections ? h("span", {}, headName(group, l, k), value ? h("b", {}, value) : null) : null);
       painter.observe(cell);
