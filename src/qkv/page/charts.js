@@ -3,6 +3,7 @@
 import { destinationColour, inkOn, looks, ramp, rgbOf } from "./colour.js";
 import { h, svg } from "./dom.js";
 import { binStart, integer, meanOf, named, percent, written } from "./numbers.js";
+import { nextFrame } from "./state.js";
 
 /** A stacked bar of shares, optionally with a legend. `shares`: {destination name: share}. */
 export function stack(shares, { window, legend = false, label }) {
@@ -125,6 +126,27 @@ export function decades(low, high) {
 function axisTicks(n) {
   const ticks = n > 4 ? niceTicks(n - 1, 6) : [0];
   return ticks.filter((position) => position <= n - 1 && Number.isInteger(position));
+}
+
+/** An element whose children `draw(width)` makes to the pixel: again whenever the width of its (first) column changes. */
+export class Drawn {
+  constructor(element, draw) {
+    Object.assign(this, { element, make: draw, width: 0 });
+    this.sizes = new ResizeObserver(() => { if (this.column !== this.width) nextFrame(() => this.draw()); }); // the observer must not trigger itself
+    this.sizes.observe(element);
+  }
+
+  get column() { return Math.floor(parseFloat(getComputedStyle(this.element).gridTemplateColumns) || this.element.clientWidth); } // 0 if it is hidden
+
+  draw() {
+    this.width = this.column;
+    const parts = this.width ? this.make(this.width) : null;
+    if (parts) this.element.replaceChildren(...parts);
+  }
+
+  close() {
+    this.sizes.disconnect();
+  }
 }
 
 /** Fill a canvas with colours: `at(row, column)` gives a number from 0 to 1, and `colourOf` its colour. Zero, for masked pairs, stays transparent. */

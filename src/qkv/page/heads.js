@@ -1,12 +1,11 @@
 // The grid of all heads of a text, the card of one head, and its curves. `group` and `view` are `groups[g]` and
 // `groups[g].texts[t]` of a page; layers and heads are indices in the group.
 
-import { chooser, curve, keyOf, legend, stack } from "./charts.js";
+import { chooser, curve, Drawn, keyOf, legend, stack } from "./charts.js";
 import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { h } from "./dom.js";
 import { binPeaks, integer, named, short, visible, written } from "./numbers.js";
-import { nextFrame } from "./state.js";
 
 const MANY = 16; // with more heads or layers, cells are too small for text
 
@@ -254,29 +253,16 @@ export function headCard({ group, view, layer, head, step }) {
   ];
 }
 
-/** The curves of a head along the text in a grid of this class, drawn to the pixel: again whenever its columns change. */
-export class HeadCurves {
+/** The curves of a head along the text, in a grid of this class. */
+export class HeadCurves extends Drawn {
   constructor(name) {
-    Object.assign(this, { element: h("div", { class: name }), shown: null, width: 0 });
-    this.sizes = new ResizeObserver(() => { if (this.column !== this.width) nextFrame(() => this.draw()); }); // the observer must not trigger itself
-    this.sizes.observe(this.element);
+    super(h("div", { class: name }), (width) => this.shown && headCurves({ ...this.shown, width }));
   }
 
-  get column() { return Math.floor(parseFloat(getComputedStyle(this.element).gridTemplateColumns)) || 0; } // 0 if it is hidden
-
-  /** Show a head: {group, view, curves, layer, head}, with `curves` the decoded arrays of the text. */
+  /** Show a head of `PageData.head`. */
   show(shown) {
     this.shown = shown;
     this.draw();
-  }
-
-  draw() {
-    this.width = this.column;
-    if (this.shown && this.width) this.element.replaceChildren(...headCurves({ ...this.shown, width: this.width }));
-  }
-
-  close() {
-    this.sizes.disconnect();
   }
 }
 

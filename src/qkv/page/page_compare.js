@@ -2,7 +2,7 @@
 // its own keys in the address: bsource, bgroup, btext, blayer, bhead.
 
 import { lengthWords, validHead } from "./address.js";
-import { CellMap, chooser, curve, keyOf, legend, paint, stack } from "./charts.js";
+import { CellMap, chooser, curve, Drawn, keyOf, legend, paint, stack } from "./charts.js";
 import { destinationColour, looks } from "./colour.js";
 import { comparedName, comparedTable, MAX_EXACT, paintDifference, Side, signedColour, totalVariation } from "./compare_side.js";
 import { h, replace } from "./dom.js";
@@ -33,22 +33,20 @@ class Compare {
   #maps = h("div", { class: "compare-maps" });
   #readout = h("output", { class: "readout compare-readout", "aria-live": "polite" });
   #numbers = h("div", { class: "compare-numbers", tabindex: 0, role: "group", "aria-label": "Numbers of A and B" });
-  #curves = h("div", { class: "compare-curves" });
+  #curves = new Drawn(h("div", { class: "compare-curves" }), (width) => this.#along(width));
   #aborting = new AbortController();
   #shown = null; // {sides, variation}: sides A and B, and the total variation of each query, if their tokens are the same
-  #sizes = new ResizeObserver(() => this.#along());
   #offered = ""; // the profiles that were ready when the choosers were drawn
 
   constructor(root, app) {
     this.#app = app;
     this.#root = root;
-    root.append(this.#presets, this.#sides, this.#shares, this.#maps, this.#readout, h("div", { class: "compare-below" }, this.#numbers, this.#curves));
-    this.#sizes.observe(this.#curves);
+    root.append(this.#presets, this.#sides, this.#shares, this.#maps, this.#readout, h("div", { class: "compare-below" }, this.#numbers, this.#curves.element));
   }
 
   unmount() {
     this.#aborting.abort();
-    this.#sizes.disconnect();
+    this.#curves.close();
   }
 
   recolour() {
@@ -129,7 +127,7 @@ class Compare {
     this.#drawShares();
     if (loaded || first) this.#drawMaps(three);
     this.#drawNumbers();
-    this.#along();
+    this.#curves.draw();
   }
 
   /** The ids of the profiles that are ready. */
@@ -279,18 +277,16 @@ class Compare {
       h("tbody", {}, rows)));
   }
 
-  #along() {
+  #along(width) {
     const shown = this.#shown;
-    if (!shown?.sides.every(({ curves }) => curves)) return;
-    const width = Math.floor(this.#curves.getBoundingClientRect().width);
-    if (width <= 0) return;
+    if (!shown?.sides.every(({ curves }) => curves)) return null;
     const series = (values) => shown.sides.map((side) => ({ ...values(side), colour: side.colour, label: side.name })).filter((one) => one.values);
     const parts = [
       curve({ title: "Received by each key", unit: "%", width, log: true, series: series((side) => ({ values: binPeaks(side.curve("received"), Math.floor(width / 2)), n: side.view.n_keys })) }),
       curve({ title: "Entropy of each query, nats", unit: "nats", width, series: series((side) => ({ values: side.curve("entropy"), n: side.view.n_queries })) }),
     ];
     if (shown.variation) parts.push(curve({ title: "Total variation between A and B", unit: "%", width, series: [{ values: shown.variation, n: shown.sides[0].view.n_queries, colour: "var(--soft)", label: "A, B" }] }));
-    this.#curves.replaceChildren(...parts);
+    return parts;
   }
 
   // ---- export --------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // The report: its state, and one function per part of the page. All data is in the HTML file.
 
 import { integer, percent, short, written } from "./numbers.js";
-import { isDark, looks, useLooks } from "./colour.js";
+import { looks, themeButton, useLooks } from "./colour.js";
 import { HeadCurves, KIND, allHeads, factsOf, headCard, headName, headTitle, labelOf, markHead, meaningOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
 import { findingTiles, joined } from "./findings.js";
@@ -180,16 +180,7 @@ function about() {
   );
 }
 
-// ---- tooltips, theme, start -----------------------------------------------------------------------------
-
-function theme() {
-  const button = $("theme"), root = document.documentElement;
-  const name = () => { button.textContent = isDark() ? "Light theme" : "Dark theme"; };
-  const changed = () => { name(); everything(); mapsSection.recolour(); };
-  button.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; changed(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
-  name();
-}
+// ---- start -----------------------------------------------------------------------------------------------
 
 function everything() {
   header(); switches(); tiles(); overview(); sinks(); headTable(); tokenTable(); about();
@@ -209,7 +200,8 @@ announceState(document.documentElement, () => !$("trouble").hidden);
 onUncaught(trouble);
 try {
   Object.assign(state, firstHead(group(), view()));
-  theme(); tooltips(document, $("tip"));
+  themeButton($("theme"), () => { everything(); mapsSection.recolour(); });
+  tooltips(document, $("tip"));
   counted(everything()).catch(trouble);
 } catch (error) {
   trouble(error);

@@ -1,7 +1,7 @@
 // The shell around every page: the bar, menus, errors, the busy indicator, tooltips, keyboard shortcuts, the help dialog.
 
 import { h, replace, tooltips } from "./dom.js";
-import { isDark } from "./colour.js";
+import { themeButton } from "./colour.js";
 import { PAGES, lengthWords, missingReason } from "./address.js";
 import { chooser } from "./charts.js";
 import { download, pictureOf, pngOf } from "./export.js";
@@ -32,7 +32,7 @@ export class Shell {
   constructor(app) {
     this.#app = app;
     if (this.#settings.theme) document.documentElement.dataset.theme = this.#settings.theme;
-    this.#theme();
+    themeButton(byId("theme"), (theme) => { if (theme) this.#store({ theme }); app.recolour(); });
     this.#exports();
     this.#help();
     tooltips(document, byId("tip"));
@@ -120,22 +120,6 @@ export class Shell {
   announce(text, after = 0) {
     clearTimeout(this.#speaking);
     this.#speaking = setTimeout(() => { byId("live").textContent = typeof text === "function" ? text() : text; }, after);
-  }
-
-  #theme() {
-    const button = byId("theme");
-    const name = () => {
-      button.textContent = isDark() ? "Light" : "Dark";
-      button.setAttribute("aria-label", isDark() ? "Light theme" : "Dark theme");
-    };
-    const changed = () => { name(); this.#app.recolour(); };
-    button.addEventListener("click", () => {
-      document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-      this.#store({ theme: document.documentElement.dataset.theme });
-      changed();
-    });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
-    name();
   }
 
   #exports() {

@@ -1,12 +1,11 @@
 // Figures about attention sinks, for the report and the viewer: heads as dots by layer, the residual stream by depth, and
 // a table of the tokens that are sinks.
 
-import { keyOf, REFERENCE, TICK, verticalAxis } from "./charts.js";
+import { Drawn, keyOf, REFERENCE, TICK, verticalAxis } from "./charts.js";
 import { h, svg } from "./dom.js";
 import { joined } from "./findings.js";
 import { headTitle } from "./heads.js";
 import { truncated, integer, named, percent, written } from "./numbers.js";
-import { nextFrame } from "./state.js";
 
 const SINK_THRESHOLD = 0.3; // a head has a sink if α is larger (Gu et al. 2025)
 const KINDS_OF_TEXT = [["alpha_first", "this text"], ["alpha_random", "random tokens"], ["alpha_repeated", "one token repeated"]];
@@ -203,14 +202,7 @@ function dotChart({ group, series, columns, title, note, unit, nameOf, axis = ""
     const same = next.find(({ at }) => at % group.heads.length === here.at % group.heads.length);
     point(same ?? next[0] ?? here);
   });
-  // Draw at the width on the page, again whenever it changes, so that text keeps its size on a phone.
-  let drawn = 0;
-  new ResizeObserver(([{ contentRect }]) => {
-    const width = Math.floor(contentRect.width);
-    if (!width || width === drawn) return;
-    drawn = width;
-    nextFrame(() => box.replaceChildren(draw(width))); // in the next frame, because the observer must not trigger itself
-  }).observe(box);
+  new Drawn(box, (width) => [draw(width)]);
   return h("figure", { class: "sink-figure", style: { "min-width": 0 } },
     h("figcaption", { style: { display: "block" } }, h("div", { class: "sink-title" }, title), h("div", { style: { height: "20px", overflow: "hidden", "white-space": "nowrap", "text-overflow": "ellipsis" } }, aside, readout)), box);
 }

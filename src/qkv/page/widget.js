@@ -10,7 +10,6 @@ import { integer } from "./numbers.js";
 import { Reading } from "./reading.js";
 import { PageData } from "./data.js";
 
-const NARROW = 760; // pixels of width below which the wall is above the map
 const REST = 250; // milliseconds without motion before the visible part of the map is written into the selection
 
 /** Questions to Python, and their answers. */
@@ -94,8 +93,6 @@ class WidgetView {
     this.stopTips = tooltips(root, this.tip);
     this.onchange = () => this.update();
     model.on("change:selection", this.onchange);
-    this.width = new ResizeObserver(() => requestAnimationFrame(() => host.classList.toggle("narrow", host.clientWidth < NARROW)));
-    this.width.observe(host);
     this.theme = new MutationObserver(() => this.retheme());
     for (const element of [document.documentElement, document.body]) this.theme.observe(element, { attributes: true });
     this.scheme = matchMedia("(prefers-color-scheme: dark)");
@@ -222,7 +219,7 @@ class WidgetView {
   close() {
     clearTimeout(this.rest);
     this.model.off("change:selection", this.onchange);
-    for (const observer of [this.width, this.theme]) observer.disconnect();
+    this.theme.disconnect();
     this.scheme.removeEventListener("change", this.onscheme);
     this.stopTips();
     this.kernel.close();
