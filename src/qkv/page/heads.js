@@ -63,32 +63,6 @@ export const statisticsOf = (view) => Object.keys(looks.statistics).filter((name
 export const labelOf = (group, name) => (name === "local" ? `Local ±${group.window}` : looks.statistics[name].label);
 export const meaningOf = (group, name) => looks.statistics[name].meaning.replace("`local_window`", group.window);
 
-/** The value of a statistic at the upper end of the colour ramp. */
-function topOf(view, statistic) {
-  const values = view.heads[statistic].filter((x) => x !== null), { unit } = looks.statistics[statistic];
-  return Math.max(...values, { ratio: 1, "%": 0.1 }[unit] ?? 1e-9); // so that negligible values look negligible
-}
-
-/** The value at the lower end of the colour ramp: 0, or the smallest value if some are negative. */
-const bottomOf = (view, statistic) => Math.min(0, ...view.heads[statistic].filter((x) => x !== null));
-
-/** The ends of the colour ramp of a statistic in words, for a legend. */
-function scaleOf(view, statistic) {
-  const { unit } = looks.statistics[statistic], bottom = bottomOf(view, statistic);
-  return { low: bottom ? written(bottom, unit) : "0", high: written(topOf(view, statistic), unit) };
-}
-
-/** Value, cell text, colour and tooltip of every head for a statistic. */
-function cellsOf(group, view, statistic) {
-  const top = topOf(view, statistic), bottom = bottomOf(view, statistic), { label, unit } = looks.statistics[statistic];
-  return view.heads[statistic].map((x, at) => ({
-    value: x,
-    text: x === null ? "–" : cellText(x, unit),
-    colour: ramp(x === null ? 0 : (x - bottom) / (top - bottom)),
-    tip: `${label} ${written(x, unit)}\n${view.heads.goes_to[at]}`,
-  }));
-}
-
 /** Instead of the name of a statistic: colour heads by their type. */
 export const KIND = "type";
 const ABBREVIATIONS = { "first token": "1st", "previous token": "prev", "other sink": "sink", "duplicate token": "dup", induction: "ind", delimiter: "del", local: "loc", uniform: "uni", self: "self", mixed: "" };
@@ -98,19 +72,23 @@ export const kindsOf = (page, group) => page.roles
   .map((role) => ({ name: role.name, colour: rgbOf(role[isDark() ? "dark" : "light"]), count: group.types.type.filter((name) => name === role.name).length }))
   .filter(({ count }) => count);
 
-/** As `cellsOf`, for the types of heads. */
-function kindCells(page, group, view) {
-  const { type, traits } = group.types, colours = new Map(kindsOf(page, group).map(({ name, colour }) => [name, colour]));
-  return type.map((name, at) => ({
-    value: null,
-    text: ABBREVIATIONS[name] ?? name.slice(0, 4),
-    colour: colours.get(name),
-    tip: [name, traits[at].length ? traits[at].join(", ") : null, view.heads.goes_to[at]].filter(Boolean).join("\n"),
-  }));
+/** The colours of all heads by a statistic or KIND: the cells, what they mean, and a colour bar (`scale`) or the names of the colours (`key`). */
+function colouring(page, group, view, statistic) {
+  const goesTo = view.heads.goes_to;
+  if (statistic === KIND) {
+    const { type, traits } = group.types, kinds = kindsOf(page, group), colours = Object.fromEntries(kinds.map(({ name, colour }) => [name, colour]));
+    return {
+      title: "Type", meaning: "the first type whose criterion the head meets, over all texts", scale: null, key: keyOf(kinds.map(({ name, colour, count }) => [name, css(colour), integer(count)])),
+      cells: type.map((name, at) => ({ text: ABBREVIATIONS[name] ?? name.slice(0, 4), colour: colours[name], tip: [name, traits[at].join(", "), goesTo[at]].filter(Boolean).join("\n") })),
+    };
+  }
+  const values = view.heads[statistic], known = values.filter((x) => x !== null), { label, unit } = looks.statistics[statistic];
+  const low = Math.min(0, ...known), high = Math.max(...known, { ratio: 1, "%": 0.1 }[unit] ?? 1e-9); // so that negligible values look negligible
+  return {
+    title: labelOf(group, statistic), meaning: meaningOf(group, statistic), scale: legend({ low: low ? written(low, unit) : "0", high: written(high, unit) }), key: null,
+    cells: values.map((x, at) => ({ text: x === null ? "–" : cellText(x, unit), colour: ramp(x === null ? 0 : (x - low) / (high - low)), tip: `${label} ${written(x, unit)}\n${goesTo[at]}` })),
+  };
 }
-
-/** The legend of the types of heads. */
-const kindKey = (page, group) => keyOf(kindsOf(page, group).map(({ name, colour, count }) => [name, css(colour), integer(count)]));
 
 function cellText(x, unit) {
   if (unit === "%") return (100 * x).toFixed(0);
@@ -132,18 +110,6 @@ export function layerGrid({ layers, heads }, cell, every, attributes) {
   return h("div", { role: "grid", ...attributes },
     h("div", { role: "row", class: "row" }, h("span"), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, k % every ? "" : String(id)))),
     layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cell(l, k)))));
-}
-
-/** As `layerGrid`; `cells` of `cellsOf`. `select` and `open` as in `selectable`. */
-function headGrid({ group, cells, layer, head, label, select, open }) {
-  const { heads } = group, many = heads.length > MANY;
-  const cell = (l, k) => {
-    const { text, colour, tip } = cells[rowOf(group, l, k)];
-    return headButton(group, l, k, tip, { role: "gridcell", style: { background: css(colour), color: inkOn(colour) } }, h("span", {}, text));
-  };
-  const grid = layerGrid(group, cell, many ? 4 : 1, { class: many ? "grid tight" : "grid", "aria-label": `${label}; arrow keys move`,
-    style: { "grid-template-columns": `auto repeat(${heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } });
-  return selectable(grid, { layer, head, select, open });
 }
 
 /**
@@ -204,16 +170,20 @@ export function markHead(grid, layer, head) {
 
 /** The controls, the grid and the bars by layer of all heads of a text, coloured by a statistic or by KIND; `select` and `open` as in `selectable`. */
 export function allHeads({ page, group, view, statistic, layer, head, choose, select, open }) {
-  const kinds = statistic === KIND, name = (one) => (one === KIND ? "Type of head" : labelOf(group, one));
-  const cells = kinds ? kindCells(page, group, view) : cellsOf(group, view, statistic), label = kinds ? "Type of every head" : `${name(statistic)} of every head`;
+  const { title, meaning, cells, scale, key } = colouring(page, group, view, statistic), many = group.heads.length > MANY;
+  const cell = (l, k) => {
+    const { text, colour, tip } = cells[rowOf(group, l, k)];
+    return headButton(group, l, k, tip, { role: "gridcell", style: { background: css(colour), color: inkOn(colour) } }, h("span", {}, text));
+  };
+  const grid = layerGrid(group, cell, many ? 4 : 1, { class: many ? "grid tight" : "grid", "aria-label": `${title} of every head; arrow keys move`,
+    style: { "grid-template-columns": `auto repeat(${group.heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } });
   return {
     controls: [
       h("label", {}, "Colour by ", h("select", { "data-key": "statistic", onchange: (event) => choose(event.target.value) },
-        [...statisticsOf(view), KIND].map((one) => h("option", { value: one, selected: one === statistic }, name(one))))),
-      kinds ? null : legend(scaleOf(view, statistic)),
-      h("p", { class: "meaning" }, kinds ? "the first type whose criterion the head meets, over all texts" : meaningOf(group, statistic)),
+        [...statisticsOf(view), KIND].map((one) => h("option", { value: one, selected: one === statistic }, one === KIND ? "Type of head" : labelOf(group, one))))),
+      scale, h("p", { class: "meaning" }, meaning),
     ],
-    grid: [h("span", { class: "axis" }, "head →"), headGrid({ group, cells, layer, head, label, select, open }), kinds ? kindKey(page, group) : null],
+    grid: [h("span", { class: "axis" }, "head →"), selectable(grid, { layer, head, select, open }), key],
     layers: [h("h3", {}, "Where the weight goes, by layer"), ...layerShares(group, view)],
   };
 }
