@@ -49,12 +49,12 @@ class App {
 
   /** GET JSON. */
   get(path, options) {
-    return this.#api.get(path, options);
+    return this.#api.request(path, options);
   }
 
   /** POST JSON, get JSON. */
   post(path, body, options) {
-    return this.#api.post(path, body, options);
+    return this.#api.request(path, { body, ...options });
   }
 
   /** Show an error, or any sentence, to the user. */
