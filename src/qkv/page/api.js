@@ -39,7 +39,8 @@ export class Api {
         if (response.ok) return await (typeof read === "function" ? read(response) : response[read]());
         // A full queue empties soon. Only requests that change nothing on the server are sent again.
         if (response.status !== 503 || body !== undefined || attempt > RETRIES) throw new Error(await sentenceOf(response));
-        await pause(Math.min(Number(response.headers.get("Retry-After")) || 1, 3) * 1000, signal);
+        await new Promise((resolve) => setTimeout(resolve, 1000 * Math.min(Number(response.headers.get("Retry-After")) || 1, 3)));
+        signal?.throwIfAborted();
       }
     } finally {
       end?.();
@@ -66,14 +67,6 @@ async function sentenceOf(response) {
     // not JSON: only the status is known
   }
   return `The server answered ${response.status} ${response.statusText}.`;
-}
-
-function pause(milliseconds, signal) {
-  return new Promise((resolve, reject) => {
-    const stop = () => { clearTimeout(timer); reject(signal.reason); };
-    const timer = setTimeout(() => { signal?.removeEventListener("abort", stop); resolve(); }, milliseconds);
-    signal?.addEventListener("abort", stop, { once: true });
-  });
 }
 
 /** One profile or model: its page (see qkv.report.payload) and its weights on demand. g, t, layer, head are indices. */

@@ -66,7 +66,8 @@ export class PageData {
   maps(g, t) {
     const view = this.page.groups[g].texts[t], packed = async (id) => JSON.parse(await this.blob(id));
     if (view.maps !== "kept" && !view.pooled) return null;
-    return this.once(`stored-${g}-${t}`, () => new StoredMaps(view, async (kind, row) => (await this.once(`${kind}-${g}-${t}`, packed))[row]));
+    const bytes = (kind, row) => this.once(`${kind}-${g}-${t}/${row}`, async () => inflated((await this.once(`${kind}-${g}-${t}`, packed))[row]));
+    return this.once(`stored-${g}-${t}`, () => new StoredMaps(view, bytes));
   }
 
   /** A head of a text, for the parts of a page that show it: {page, group, view, maps, layer, head, row}. */
@@ -92,11 +93,11 @@ export class PageData {
 
 export class StoredMaps {
   /**
-   * The maps of a view (`groups[g].texts[t]` of a page). base64(kind, row): a promise of the packed map of a head, where kind
-   * is "maps" for all weights and "pools" for the pooled map. `exact`: whether the page has all weights.
+   * The maps of a view (`groups[g].texts[t]` of a page). bytes(kind, row): a promise of the bytes of a head, where kind is
+   * "maps" for all weights and "pools" for the pooled map. `exact`: whether the page has all weights.
    */
-  constructor(view, base64) {
-    Object.assign(this, { view, base64, exact: view.maps === "kept", cache: new Map() });
+  constructor(view, bytes) {
+    Object.assign(this, { view, bytes, exact: view.maps === "kept" });
     const { bin_queries: down, bin_keys: across } = this.exact ? { bin_queries: 1, bin_keys: 1 } : (view.pooled ?? {});
     const { n_queries, n_keys } = view;
     this.bin = { down, across };
@@ -104,16 +105,6 @@ export class StoredMaps {
       n_queries, n_keys, pixel_queries: down, pixel_keys: across,
       deepest: Math.max(Math.ceil(Math.log2(Math.max(Math.ceil(n_queries / down), Math.ceil(n_keys / across)) / TILE)), 0),
     };
-  }
-
-  /** The bytes of a head: of all its weights, or of its pooled map. */
-  bytes(kind, row) {
-    const key = `${kind}/${row}`;
-    if (!this.cache.has(key)) {
-      this.cache.set(key, this.base64(kind, row).then(inflated));
-      this.cache.get(key).catch(() => this.cache.delete(key));
-    }
-    return this.cache.get(key);
   }
 
   /** All weights of a head, or its pooled map: {rows, columns, largest, average}; `average` is null if they are equal. */

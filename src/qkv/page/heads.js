@@ -4,7 +4,7 @@
 import { chooser, curve, Drawn, keyOf, legend, stack } from "./charts.js";
 import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
 import { rowOfCurve } from "./data.js";
-import { h } from "./dom.js";
+import { h, vertically } from "./dom.js";
 import { binPeaks, integer, named, short, visible, written } from "./numbers.js";
 
 const MANY = 16; // with more heads or layers, cells are too small for text
@@ -136,25 +136,13 @@ export function arrowKeys(box, move) {
   box.addEventListener("keydown", (event) => {
     const cell = event.target.closest("[data-layer]"), all = [...box.querySelectorAll("[data-layer]")], here = all.indexOf(cell);
     if (!cell) return;
-    const row = cell.closest("[role=row]"), line = row ? all.filter((other) => row.contains(other)) : all, at = line.indexOf(cell);
-    const moves = { ArrowLeft: () => line[at - 1], ArrowRight: () => line[at + 1], Home: () => line[0], End: () => line.at(-1), ArrowUp: () => beside(all, here, -1), ArrowDown: () => beside(all, here, 1) };
+    const row = cell.closest("[role=row]"), line = row ? all.filter((other) => row.contains(other)) : all, at = line.indexOf(cell), boxOf = (index) => all[index]?.getBoundingClientRect();
+    const moves = { ArrowLeft: () => line[at - 1], ArrowRight: () => line[at + 1], Home: () => line[0], End: () => line.at(-1), ArrowUp: () => all[vertically(boxOf, here, -1)], ArrowDown: () => all[vertically(boxOf, here, 1)] };
     if (!Object.hasOwn(moves, event.key)) return;
     event.preventDefault();
     const next = moves[event.key]();
     if (next) move(next);
   });
-}
-
-/** The nearest cell in the line above (-1) or below (1); the length of lines may depend on the window. */
-function beside(all, here, way) {
-  const from = all[here].getBoundingClientRect();
-  for (let at = here + way, line = null, best = null; ; at += way) {
-    const box = all[at]?.getBoundingClientRect();
-    if (!box || (line !== null && box.top !== line)) return best;
-    if (box.top === from.top) continue;
-    line = box.top;
-    if (!best || Math.abs(box.left - from.left) < Math.abs(best.getBoundingClientRect().left - from.left)) best = all[at];
-  }
 }
 
 /** Mark the selected head of a grid; the keyboard focus follows if it is in the grid. */

@@ -13,6 +13,9 @@ import { TokenFlow } from "./token_flow.js";
 const DEBOUNCE = 60; // milliseconds that the pointer rests before the weights of its token are requested
 const SPOKEN_AFTER = 500; // milliseconds after the last key before a screen reader announces the token
 
+// Words of the address: a pinned token, and a step of the path.
+const pinWord = ({ side, at }) => `${side === "key" ? "k" : ""}${at}`, stepWord = ({ layer, head, at }) => `${layer}.${head}.${at}`;
+
 const OF = { head: "this head", layer: "its layer", model: "all layers" };
 
 class TextPage {
@@ -193,12 +196,10 @@ class TextPage {
 
   /** Pin or unpin a token. */
   togglePin(token) {
-    const word = `${token.side === "key" && this.weights.crossed ? "k" : ""}${token.at}`, words = this.pinWords(), had = words.includes(word);
+    const word = pinWord(token), words = this.pinned.map(pinWord), had = words.includes(word);
     this.current = null;
     this.app.go({ pins: (had ? words.filter((other) => other !== word) : [...words, word]).join(",") || null, ...(had || !this.path.length ? {} : { trail: null }) });
   }
-
-  pinWords() { return this.pinned.map(({ side, at }) => `${side === "key" ? "k" : ""}${at}`); }
 
   clear() {
     this.hovered = this.current = null;
@@ -216,7 +217,7 @@ class TextPage {
   }
 
   follow(layer, head, at, to) {
-    const trail = [...this.path.map((step) => `${step.layer}.${step.head}.${step.at}`), `${layer}.${head}.${at}`].join(",");
+    const trail = [...this.path, { layer, head, at }].map(stepWord).join(",");
     this.hovered = this.current = null;
     this.links.layer = null;
     this.app.go({ layer: layer - 1, head, pins: String(to), trail });
@@ -245,7 +246,7 @@ class TextPage {
     const { layer, head, at } = this.path[index];
     this.hovered = this.current = null;
     this.links.layer = null;
-    this.app.go({ layer, head, pins: String(at), trail: this.path.slice(0, index).map((step) => `${step.layer}.${step.head}.${step.at}`).join(",") || null });
+    this.app.go({ layer, head, pins: String(at), trail: this.path.slice(0, index).map(stepWord).join(",") || null });
   }
 
   // ---- shades ----
