@@ -2,7 +2,7 @@
 
 import { destinationColour, inkOn, looks, ramp, rgbOf } from "./colour.js";
 import { h, svg } from "./dom.js";
-import { binStart, integer, meanOf, named, percent, written } from "./numbers.js";
+import { binStart, integer, logarithmicRange, meanOf, named, percent, written } from "./numbers.js";
 import { nextFrame } from "./state.js";
 
 /** A stacked bar of shares, optionally with a legend. `shares`: {destination name: share}. */
@@ -62,12 +62,7 @@ export function curve({ title, series, width, unit, tokens = null, reference = n
   const height = 118, left = 52, right = 6, top = 10, bottom = 18;
   const inner = width - left - right, tall = height - top - bottom, n = Math.max(...series.map((one) => one.n));
   const known = series.flatMap(({ values }) => Array.from(values).filter((value) => Number.isFinite(value) && (!log || value > 0))).sort((a, b) => a - b);
-  const high = Math.max(known.at(-1) ?? 1, ...(reference?.values ?? []), log ? 0 : 1e-9);
-  let low = 0;
-  if (log) {
-    low = Math.max(known[Math.floor(known.length * 0.02)] ?? 1e-6, high * 1e-6);
-    if (low >= high / 2) low = high / 10;
-  }
+  const { low, high } = log ? logarithmicRange(known, 0.02) : { low: 0, high: Math.max(known.at(-1) ?? 1, ...(reference?.values ?? []), 1e-9) };
   const { y, rules } = verticalAxis({ low, high, log, unit, top, tall });
   const x = (one, place) => (left + ((place / one.values.length) * one.n * inner) / n).toFixed(1);
   const path = (one) => {

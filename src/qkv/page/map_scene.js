@@ -1,7 +1,7 @@
 // Axes, labels, edge curves and crosshair of a map, as SVG elements over its canvas.
 
 import { svg } from "./dom.js";
-import { integer, named, visible } from "./numbers.js";
+import { integer, logarithmicRange, named, visible } from "./numbers.js";
 import { decades, niceTicks } from "./charts.js";
 
 export const LABELLED = 11; // at this many pixels per token or more, each token has a label
@@ -92,12 +92,9 @@ function positions([first, last], most) {
 
 /** The scales of the edge curves: logarithmic for received shares, from zero for entropies. */
 export function edgeScales({ received, entropy }) {
-  const positive = received.filter((share) => share > 0).sort();
-  const most = positive.length ? positive[positive.length - 1] : 1;
-  const low = Math.min(positive[Math.floor(positive.length * 0.02)] ?? most / 10, most / 10);
-  const high = entropy.reduce((top, value) => (value > top ? value : top), 1e-6);
+  const { low, high } = logarithmicRange(received, 0.02);
   // Start at half of the lowest share, so that the key with this share has a visible bar.
-  return { received: { low: Math.max(low / 2, most * 1e-6), high: most }, entropy: { high } };
+  return { received: { low: low / 2, high }, entropy: { high: Math.max(largest(entropy), 1e-6) } };
 }
 
 /** The edge curves: the share that each key receives (bottom) and the entropy of each query (right). */

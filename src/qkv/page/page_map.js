@@ -47,7 +47,7 @@ class MapPage {
     root.append(h("div", { class: "map-page" }, stage,
       h("aside", { class: "map-side", "aria-label": "Readout and settings" },
         readout, this.pinned,
-        h("details", { class: "map-more", open: wide }, h("summary", {}, "Colour, pooling, overview, jump"),
+        this.more = h("details", { class: "map-more", open: wide }, h("summary", {}, "Colour, pooling, overview, jump"),
           controls, note,
           h("figure", { class: "map-overview-box" }, h("figcaption", {}, "The whole map", h("small", {}, " · framed: this view")), this.overview.element),
           jump))));
@@ -136,6 +136,7 @@ class MapPage {
     this.head = { source, place, shape, title: `${source.name} · ${name}: attention weights`, name: `map-L${page.layers[layer]}-H${page.heads[head]}` };
     this.large.canvas.classList.remove("stale");
     this.why.hidden = shape.kind !== "none"; // for a small map, the reason is shown below the settings
+    this.more.hidden = shape.kind === "none";
     this.why.textContent = shape.why ?? "";
     this.query.max = shape.n_queries - 1;
     this.key.max = shape.n_keys - 1;

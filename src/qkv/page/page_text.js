@@ -22,8 +22,6 @@ class TextPage {
   constructor(root, app) {
     Object.assign(this, { app, root, loaded: "", loads: 0, weights: null, hovered: null, current: null, flows: {} });
     this.build();
-    this.sizes = new ResizeObserver(() => this.strips());
-    this.sizes.observe(this.box);
   }
 
   build() {
@@ -271,16 +269,11 @@ class TextPage {
     this.pinSet = new Set(this.pinned.map(({ side, at }) => `${side}/${at}`));
     this.box.classList.remove("stale");
     this.repaint();
-    this.strips();
-    this.keys();
-    this.about();
-  }
-
-  strips() {
-    if (!this.weights || !this.tones) return;
     const { crossed } = this.weights;
     for (const [side, { strip }] of Object.entries(this.flows))
       strip.draw(stripColumns({ received: this.shares, selected: this.shades, tones: this.tones, asKeys: !crossed || side === "key", asQueries: !crossed || side === "query" }));
+    this.keys();
+    this.about();
   }
 
   // ---- legend and panel ----
@@ -333,7 +326,6 @@ class TextPage {
     this.loads++;
     cancel(this.timer);
     this.request?.abort();
-    this.sizes.disconnect();
     this.closeFlows();
   }
 }

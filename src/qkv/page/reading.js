@@ -5,7 +5,7 @@ import { css, inkOn, ramp } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { h, replace } from "./dom.js";
 import { headName } from "./heads.js";
-import { binPeaks, integer, named, percent, spread } from "./numbers.js";
+import { binPeaks, integer, logarithmicRange, named, percent, spread } from "./numbers.js";
 import { nextFrame } from "./state.js";
 import { TokenFlow } from "./token_flow.js";
 
@@ -14,8 +14,7 @@ const TALL = 600; // pixels, the largest height of the text, which scrolls
 
 /** The levels from 0 to 1 at which values are shown, on a logarithmic scale without the lowest `part`, and its ends. */
 function logarithmic(values, part) {
-  const positive = Array.from(values).filter((x) => x > 0).sort((a, b) => a - b);
-  const high = positive.at(-1) || 1, low = Math.min(positive[Math.floor(positive.length * part)] || high / 8, high / 8);
+  const { low, high } = logarithmicRange(values, part);
   return { low, high, level: (x) => (x <= 0 ? 0 : Math.log(Math.max(x, low) / low) / Math.log(high / low)) };
 }
 

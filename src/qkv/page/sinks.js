@@ -57,7 +57,7 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
       h("p", {}, after ? h("b", {}, `${name}: `) : null, joined(group.sink_sentence)), after ? h("p", {}, h("b", {}, `${after.name}: `), joined(after.group.sink_sentence)) : null),
     h("p", { class: "meaning" }, "Each dot is a head; the line is the mean of each layer’s heads.", chosen ? " Ringed: the selected head." : null),
     after ? keyOf([[name, BEFORE_COLOUR], [after.name, AFTER_COLOUR]]) : null,
-    h("div", { class: "sink-figures", style: { display: "grid", "grid-template-columns": "repeat(auto-fit, minmax(min(100%, 340px), 1fr))", gap: "26px 40px", "margin-top": "18px", "align-items": "start" } },
+    h("div", { class: "sink-figures", style: { display: "grid", "grid-template-columns": "repeat(auto-fill, minmax(min(100%, 340px), 1fr))", gap: "26px 40px", "margin-top": "18px", "align-items": "start" } },
       charts, tables),
   ].filter(Boolean);
 }

@@ -74,6 +74,7 @@ export function stripColumns({ received, selected, tones, asKeys, asQueries }) {
 // The strip beside a text: a shaded overview from top to bottom, with the visible part marked.
 
 const FAINT = 0.03; // lower levels are not drawn
+const ROWS = 300; // of the strip, at most
 
 export class TextStrip extends Miniature {
   constructor(flow) {
@@ -83,8 +84,7 @@ export class TextStrip extends Miniature {
 
   /** Draw the columns of stripColumns(). */
   draw(columns) {
-    const rows = Math.min(Math.floor(this.element.clientHeight / 2), this.flow.tokens.length);
-    if (!rows) return;
+    const rows = Math.min(ROWS, this.flow.tokens.length);
     this.show(...columns.map(({ shades, colourOf }) => {
       const canvas = document.createElement("canvas"), levels = Array.from(binPeaks(shades.weights, rows), shades.level);
       paint(canvas, rows, 1, (row) => (levels[row] < FAINT ? 0 : levels[row]), colourOf);
