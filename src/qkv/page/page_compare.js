@@ -32,7 +32,7 @@ class Compare {
   #shares = h("div", { class: "compare-shares" });
   #maps = h("div", { class: "compare-maps" });
   #readout = h("output", { class: "readout compare-readout", "aria-live": "polite" });
-  #numbers = h("div", { class: "compare-numbers", tabindex: 0, role: "group", "aria-label": "Numbers of A and B" });
+  #numbers = h("div", { class: "compare-numbers scroll", tabindex: 0, role: "group", "aria-label": "Numbers of A and B" });
   #curves = new Drawn(h("div", { class: "compare-curves" }), (width) => this.#along(width));
   #aborting = new AbortController();
   #shown = null; // {sides, variation}: sides A and B, and the total variation of each query, if their tokens are the same
@@ -187,7 +187,7 @@ class Compare {
     if (!variation) return h("div", { class: "compare-apart" });
     const mean = variation.reduce((sum, one) => sum + one, 0) / variation.length;
     return h("div", { class: "compare-apart" }, h("strong", {}, percent(mean)),
-      h("span", { "data-tip": "Total variation: half the sum of |A − B| over the keys, mean over the queries. Weight that no key receives counts as one additional key." }, "of the weight is on other keys in B"));
+      h("small", { "data-tip": "Total variation: half the sum of |A − B| over the keys, mean over the queries. Weight that no key receives counts as one additional key." }, "of the weight is on other keys in B"));
   }
 
   #drawShares() {
