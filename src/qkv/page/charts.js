@@ -230,6 +230,9 @@ export function legend({ low, high, note = null, colourOf = ramp }) {
   return h("span", { class: "legend" }, h("span", {}, low), bar, h("span", {}, high), note ? h("small", {}, note) : null);
 }
 
+/** Instead of a picture that could not be loaded: the error, and a button to load it again. */
+export const failure = (error, again) => [h("p", {}, error.message), h("button", { type: "button", class: "quiet", onclick: again }, "Try again")];
+
 /** A row of radio buttons styled as one control; `options`: a list of [value, text]. */
 export function choice(label, options, chosen, onchange) {
   const name = `choice-${label}`;

@@ -207,7 +207,7 @@ export function headCard({ group, view, layer, head, step }) {
     h("dl", { class: "numbers" },
       statisticsOf(view).filter((name) => number(name) !== null).map((name) =>
         h("div", { "data-tip": meaningOf(group, name) }, h("dt", {}, labelOf(group, name)), h("dd", {}, written(number(name), looks.statistics[name].unit)))),
-      h("div", { "data-tip": "the key that receives the largest share" }, h("dt", {}, "Most attended"), h("dd", {}, h("bdi", {}, named(view.keys[number("top_key")])), ` @ ${integer(number("top_key"))}`))),
+      h("div", { "data-tip": "the key that receives the largest share" }, h("dt", {}, "Most attended"), h("dd", {}, h("bdi", {}, named(view.keys[number("top_key")])), ` @\u00a0${integer(number("top_key"))}`))),
   ];
 }
 

@@ -1,6 +1,7 @@
 // Map: the attention weights of one head, query by key, at any zoom, with a readout and controls.
 
 import { TEXT } from "./address.js";
+import { failure } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { HeadMap } from "./head_map.js";
 import { headTitle } from "./heads.js";
@@ -112,7 +113,7 @@ class MapPage {
     this.large.canvas.classList.remove("stale");
     this.overview.show();
     this.why.hidden = false;
-    this.why.replaceChildren(h("p", {}, error.message), h("button", { type: "button", class: "quiet", onclick: () => this.load() }, "Try again"));
+    this.why.replaceChildren(...failure(error, () => this.load()));
     replace(this.pinned);
   }
 

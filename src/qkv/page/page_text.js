@@ -1,6 +1,6 @@
 // Text: tokens as running text, the weights of a token in both directions, and paths through the layers.
 
-import { choice, legend } from "./charts.js";
+import { choice, failure, legend } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { headName } from "./heads.js";
 import { integer, named, weightWords } from "./numbers.js";
@@ -103,8 +103,7 @@ class TextPage {
     this.links.clear();
     this.box.classList.remove("stale");
     for (const part of [this.key, this.trail, this.pins, this.panel]) part.replaceChildren();
-    this.box.replaceChildren(h("div", { class: "text-failed", role: "status" }, h("p", {}, error.message),
-      h("button", { type: "button", class: "quiet", onclick: () => this.load(wanted, textOf) }, "Try again")));
+    this.box.replaceChildren(h("div", { class: "text-failed", role: "status" }, failure(error, () => this.load(wanted, textOf))));
   }
 
   makeFlows(textOf) {
