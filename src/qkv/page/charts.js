@@ -241,9 +241,10 @@ export function choice(label, options, chosen, onchange) {
       h("input", { type: "radio", name, value: id, "data-key": `${name}-${id}`, checked: String(id) === String(chosen), onchange: (event) => onchange(event.target.value) }), h("span", {}, text))));
 }
 
-/** A labelled select whose values are numbers. */
-export function chooser(label, key, chosen, options, onchange) {
-  return h("label", { class: "chooser" }, h("span", {}, label), " ",
-    h("select", { "data-key": key, onchange: (event) => onchange(Number(event.target.value)) },
-      options.map(([value, text]) => h("option", { value, selected: value === chosen }, text))));
-}
+/** A list to choose from, with the options [[value, text], …]; `onchange(value)`. */
+export const selectFrom = (key, chosen, options, onchange, attributes = {}) =>
+  h("select", { "data-key": key, onchange: (event) => onchange(options[event.target.selectedIndex][0]), ...attributes },
+    options.map(([value, text]) => h("option", { value: value ?? "", selected: value === chosen }, text)));
+
+/** The same with a label. */
+export const chooser = (label, ...list) => h("label", { class: "chooser" }, h("span", {}, label), " ", selectFrom(...list));

@@ -1,7 +1,7 @@
 // The grid of all heads of a text, the card of one head, and its curves. `group` and `view` are `groups[g]` and
 // `groups[g].texts[t]` of a page; layers and heads are indices in the group.
 
-import { chooser, curve, Drawn, keyOf, legend, stack } from "./charts.js";
+import { chooser, curve, Drawn, keyOf, legend, selectFrom, stack } from "./charts.js";
 import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { h, vertically } from "./dom.js";
@@ -167,8 +167,7 @@ export function allHeads({ page, group, view, statistic, layer, head, choose, se
     style: { "grid-template-columns": `auto repeat(${group.heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } });
   return {
     controls: [
-      h("label", {}, "Colour by ", h("select", { "data-key": "statistic", onchange: (event) => choose(event.target.value) },
-        [...statisticsOf(view), KIND].map((one) => h("option", { value: one, selected: one === statistic }, one === KIND ? "Type of head" : labelOf(group, one))))),
+      h("label", {}, "Colour by ", selectFrom("statistic", statistic, [...statisticsOf(view).map((one) => [one, labelOf(group, one)]), [KIND, "Type of head"]], choose)),
       scale, h("p", { class: "meaning" }, meaning),
     ],
     grid: [h("span", { class: "axis" }, "head →"), selectable(grid, { layer, head, select, open }), key],

@@ -1,6 +1,6 @@
 // The text of a profile, shaded by the attention that each token receives, or by the weights of one query.
 
-import { choice, legend, Miniature, paint } from "./charts.js";
+import { choice, legend, Miniature, paint, selectFrom } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { h, replace } from "./dom.js";
@@ -126,9 +126,7 @@ export class Reading {
 
   /** For cross-attention: choose the query whose weights shade the keys. */
   queries(tokens) {
-    return h("label", { class: "asker" }, "Query ", h("select", { "data-key": "asker", onchange: (event) => this.choose(event.target.value === "" ? null : +event.target.value) },
-      h("option", { value: "" }, "all queries"),
-      tokens.map((token, at) => h("option", { value: at, selected: at === this.query }, `${at} ${named(token)}`))));
+    return h("label", { class: "asker" }, "Query ", selectFrom("asker", this.query, [[null, "all queries"], ...tokens.map((token, at) => [at, `${at} ${named(token)}`])], (at) => this.choose(at)));
   }
 
   /** The attention received in each layer along the whole text; a click scrolls the text there. */

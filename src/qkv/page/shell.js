@@ -3,7 +3,7 @@
 import { h, replace, tooltips } from "./dom.js";
 import { themeButton } from "./colour.js";
 import { PAGES, lengthWords, missingReason } from "./address.js";
-import { chooser } from "./charts.js";
+import { chooser, selectFrom } from "./charts.js";
 import { download, pictureOf, pngOf } from "./export.js";
 import { headName, openingWords, stepped, textChoosers } from "./heads.js";
 import { counted } from "./state.js";
@@ -71,7 +71,7 @@ export class Shell {
   #sourceChooser() {
     const { state, session } = this.#app;
     if (session.sources.length === 1) return h("strong", { class: "context-name" }, session.sources[0].name);
-    return chooser("Profile", "source", state.source, session.sources.map((source) => [source.id, `${source.name}${source.state === "ready" ? "" : source.state === "running" ? " (running)" : " (failed)"}`]),
+    return chooser("Profile", "source", state.source, session.sources.map((source) => [source.id, source.state === "ready" ? source.name : `${source.name} (${source.state})`]),
       (source) => this.#app.go({ source }));
   }
 
@@ -187,8 +187,7 @@ export class Shell {
 /** "‹ L 3 · H 7 ›": two selects between two buttons. `prefix` makes the focus keys of several choosers unique. */
 export function headChooser(group, layer, head, onselect, prefix = "") {
   const pick = (name, mark, ids, chosen, key) =>
-    h("label", {}, h("span", { "aria-hidden": "true" }, mark), h("select", { "aria-label": name, "data-key": `${prefix}${key}`, onchange: (event) => onselect({ layer, head, [key]: Number(event.target.value) }) },
-      ids.map((id, index) => h("option", { value: index, selected: index === chosen }, String(id)))));
+    h("label", {}, h("span", { "aria-hidden": "true" }, mark), selectFrom(`${prefix}${key}`, chosen, ids.map((id, index) => [index, String(id)]), (index) => onselect({ layer, head, [key]: index }), { "aria-label": name }));
   const step = (by, mark, name) =>
     h("button", { type: "button", class: "tool", "aria-label": name, "data-key": `${prefix}step${by}`, onclick: () => onselect(stepped(group, layer, head, by)) }, mark);
   return h("div", { class: "head-chooser", role: "group", "aria-label": "Selected head" },

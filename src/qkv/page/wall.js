@@ -1,6 +1,6 @@
 // The wall: a small map of every head, layers down and heads across or in sections, and the controls of its order.
 
-import { choice, legend, paint } from "./charts.js";
+import { choice, legend, paint, selectFrom } from "./charts.js";
 import { looks } from "./colour.js";
 import { h, replace } from "./dom.js";
 import { headButton, headName, headWords, kindsOf, labelOf, largestFirst, layerGrid, rowOf, selectable, similarityMeaning, statisticsOf } from "./heads.js";
@@ -26,22 +26,14 @@ export class Wall {
    * heads of a type. `alike`: the similarity of each head to the selected one, for the order "similar".
    */
   draw({ page, group, view, maps, layer, head }, { sort, by, only }, alike = null) {
-    const kinds = kindsOf(page, group), statistics = statisticsOf(view), { pooled } = view;
+    const kinds = kindsOf(page, group), statistics = statisticsOf(view);
     if (!this.orders.some(([id]) => id === sort)) sort = "layer";
     if (!statistics.includes(by)) [by] = statistics;
     if (!kinds.some(({ name }) => name === only)) only = null;
-    const high = pooled?.high ?? 1, binned = pooled && (pooled.bin_queries > 1 || pooled.bin_keys > 1);
-    replace(this.controls,
-      choice("Order by", this.orders, sort, (order) => this.onset({ sort: order })),
-      sort === "value" ? h("label", {}, "Statistic ", h("select", { "data-key": "by", onchange: (event) => this.onset({ by: event.target.value }) },
-        statistics.map((name) => h("option", { value: name, selected: name === by }, labelOf(group, name))))) : null,
-      h("label", {}, "Show ", h("select", { "data-key": "only", onchange: (event) => this.onset({ only: event.target.value || null }) },
-        h("option", { value: "" }, `all ${integer(group.types.type.length)} heads`), kinds.map(({ name, count }) => h("option", { value: name, selected: name === only }, `${name} (${count})`)))),
-      legend({ low: percent(high / 1000), high: percent(high), note: `${binned ? "largest weight of a bin" : "weight"}, logarithmic` }),
-      h("p", { class: "meaning" }, `Rows are queries, columns are keys${binned ? `, in bins of ${integer(pooled.bin_queries)} × ${integer(pooled.bin_keys)} tokens` : ""}. Select a map to see it large.${alike ? ` The heads with the most similar maps come first. Similarity is ${similarityMeaning(alike.maps)}.` : ""}`));
+    replace(this.controls, ...this.settings({ group, view, kinds, statistics }, { sort, by, only }, alike));
 
     const [what, values, unit] = alike ? ["similarity", alike.values, ""] : sort === "value" ? [labelOf(group, by), view.heads[by], looks.statistics[by].unit] : [];
-    const painter = painterOf((l, k) => maps.small(rowOf(group, l, k)), high);
+    const painter = painterOf((l, k) => maps.small(rowOf(group, l, k)), view.pooled?.high ?? 1);
     const cellOf = (l, k) => {
       const row = rowOf(group, l, k), value = what && written(values[row], unit === "%" ? unit : ""), tip = [...headWords(group, view, row), ...(what ? [`${what} ${written(values[row], unit)}`] : [])].join("\n");
       const cell = headButton(group, l, k, tip, { class: "wall-cell", role: sections ? null : "gridcell" },
@@ -55,6 +47,18 @@ export class Wall {
       : layerGrid(group, cellOf, count > 24 ? 4 : 1, { class: "wall", "aria-label": "Attention maps of all heads; arrow keys move", style: { "--heads": count } });
     replace(this.box, selectable(wall, { layer, head, select: this.select, open: this.open, once: true }));
     nextFrame(() => nextFrame(() => {})); // by then, the observer has told which maps are in view
+  }
+
+  /** The choosers of what `draw` shows, and a legend. */
+  settings({ group, view, kinds, statistics }, { sort, by, only }, alike) {
+    const { pooled } = view, high = pooled?.high ?? 1, binned = pooled && (pooled.bin_queries > 1 || pooled.bin_keys > 1);
+    return [
+      choice("Order by", this.orders, sort, (order) => this.onset({ sort: order })),
+      sort === "value" ? h("label", {}, "Statistic ", selectFrom("by", by, statistics.map((name) => [name, labelOf(group, name)]), (name) => this.onset({ by: name }))) : null,
+      h("label", {}, "Show ", selectFrom("only", only, [[null, `all ${integer(group.types.type.length)} heads`], ...kinds.map(({ name, count }) => [name, `${name} (${count})`])], (name) => this.onset({ only: name }))),
+      legend({ low: percent(high / 1000), high: percent(high), note: `${binned ? "largest weight of a bin" : "weight"}, logarithmic` }),
+      h("p", { class: "meaning" }, `Rows are queries, columns are keys${binned ? `, in bins of ${integer(pooled.bin_queries)} × ${integer(pooled.bin_keys)} tokens` : ""}. Select a map to see it large.${alike ? ` The heads with the most similar maps come first. Similarity is ${similarityMeaning(alike.maps)}.` : ""}`),
+    ];
   }
 }
 
