@@ -437,7 +437,7 @@ def test_dots_show_the_numbers_of_the_profile(view: Opens, mini: Served) -> None
     assert f"{largest:.{2 if largest < 10 else 1}f}" in depth
     over = int((sinks["alpha_first"] > 0.3).sum())
     assert f"{over} of {len(heads)}" in one.page.locator(".sink-figure").nth(5).inner_text()
-    lead = one.page.inner_text(".sink-lead")
+    lead = plain(one.page.inner_text(".sink-lead"))
     assert lead.startswith(f"{over} of {len(heads)} heads ha")
     assert f"rows of even weights have α = {sinks['alpha_even'].mean():.2g}" in lead
     assert one.page.locator("main tbody tr").count() == len(profile.sink_tokens())

@@ -6,13 +6,14 @@ import { integer } from "./numbers.js";
 /**
  * The pages of the viewer. Page `id` is the module page_<id>.js, which exports `mount(root, app)`, and may have a style
  * sheet page_<id>.css. `profile`: the page needs a profile. `context`: the choosers of the bar (profile, text, head)
- * apply to it. `missing(session)`: the reason why it has nothing to show, if any.
+ * apply to it. `places`: keys of its state that are positions in a text, meaningless in another one. `missing(session)`:
+ * the reason why it has nothing to show, if any.
  */
 export const PAGES = [
   { id: "overview", title: "Overview", profile: true, context: true },
   { id: "wall", title: "All maps", profile: true, context: true },
-  { id: "map", title: "Map", profile: true, context: true },
-  { id: "text", title: "Text", profile: true, context: true },
+  { id: "map", title: "Map", profile: true, context: true, places: ["x", "y", "z", "cq", "ck"] },
+  { id: "text", title: "Text", profile: true, context: true, places: ["pins", "trail"] },
   { id: "sinks", title: "Sinks", profile: true, context: true },
   { id: "live", title: "Live", missing: ({ live }) => !live && "No language model is loaded: open a model instead of a profile to type a text." },
   { id: "compare", title: "Compare", profile: true },
@@ -23,7 +24,7 @@ export function addPages(session) {
   for (const { id, title } of session.pages) if (!PAGES.some((page) => page.id === id)) PAGES.push({ id, title, missing: ({ pages }) => pages.find((page) => page.id === id)?.missing });
 }
 
-export const SHARED = ["source", "group", "text", "layer", "head"]; // keys of the state that all pages share
+export const TEXT = ["source", "group", "text"], SHARED = [...TEXT, "layer", "head"]; // keys of the state that all pages share
 
 /** Parse an address into {page, key: value, …}, with numbers as numbers. An anchor such as "#main" gives the overview. */
 export function parsedAddress(hash) {

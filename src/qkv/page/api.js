@@ -2,7 +2,7 @@
 
 import { addStatistics } from "./colour.js";
 import { begin } from "./state.js";
-import { PageData } from "./stored_maps.js";
+import { PageData } from "./data.js";
 
 const RETRIES = 4; // of a request that the server's full job queue rejected
 
@@ -24,39 +24,23 @@ export class Api {
     this.#onwork = onwork;
   }
 
-  /** The JSON answer to a GET. */
-  async get(path, { signal, quiet = false } = {}) {
-    return this.response(path, { signal, quiet, read: (response) => response.json() });
-  }
-
-  /** The text of the answer to a GET. */
-  async text(path) {
-    return this.response(path, { read: (response) => response.text() });
-  }
-
-  /** The bytes of the answer to a GET, as an ArrayBuffer. */
-  async bytes(path, { signal } = {}) {
-    return this.response(path, { signal, read: (response) => response.arrayBuffer() });
-  }
-
-  /** The JSON answer to a POST of a JSON body. */
-  async post(path, body, { signal } = {}) {
-    const init = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
-    return this.response(path, { signal, init, read: (response) => response.json() });
-  }
-
-  /** What `read` makes of a Response with status 2xx; anything else throws an Error whose message is one sentence. */
-  async response(path, { signal, quiet = false, init = {}, read }) {
+  /**
+   * What `read`, a function or the name of a method, makes of a Response with status 2xx; anything else throws an Error whose
+   * message is one sentence. With a `body`, which is sent as JSON, the request is a POST. `quiet`: the page is not busy meanwhile.
+   */
+  async request(path, { read = "json", body, signal, quiet = false } = {}) {
+    const init = body === undefined ? { signal } : { signal, method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
     const request = {}, end = quiet ? null : begin();
     if (!quiet) this.#running.set(request, workOf(path));
     this.#onwork([...this.#running.values()]);
     try {
       for (let attempt = 1; ; attempt++) {
-        const response = await fetched(path, { ...init, signal });
-        if (response.ok) return await read(response);
+        const response = await fetched(path, init);
+        if (response.ok) return await (typeof read === "function" ? read(response) : response[read]());
         // A full queue empties soon. Only requests that change nothing on the server are sent again.
-        if (response.status !== 503 || init.method || attempt > RETRIES) throw new Error(await sentenceOf(response));
-        await pause(Math.min(Number(response.headers.get("Retry-After")) || 1, 3) * 1000, signal);
+        if (response.status !== 503 || body !== undefined || attempt > RETRIES) throw new Error(await sentenceOf(response));
+        await new Promise((resolve) => setTimeout(resolve, 1000 * Math.min(Number(response.headers.get("Retry-After")) || 1, 3)));
+        signal?.throwIfAborted();
       }
     } finally {
       end?.();
@@ -85,21 +69,13 @@ async function sentenceOf(response) {
   return `The server answered ${response.status} ${response.statusText}.`;
 }
 
-function pause(milliseconds, signal) {
-  return new Promise((resolve, reject) => {
-    const stop = () => { clearTimeout(timer); reject(signal.reason); };
-    const timer = setTimeout(() => { signal?.removeEventListener("abort", stop); resolve(); }, milliseconds);
-    signal?.addEventListener("abort", stop, { once: true });
-  });
-}
-
 /** One profile or model: its page (see qkv.report.payload) and its weights on demand. g, t, layer, head are indices. */
 export class Source extends PageData {
   #api;
   #version;
 
   constructor(api, entry, page, version) {
-    super(page, (id) => api.text(this.#path(id.replaceAll("-", "/"))));
+    super(page, (id) => this.#get(id.replaceAll("-", "/"), { read: "text" }));
     this.#api = api;
     this.#version = version;
     this.id = entry.id;
@@ -113,60 +89,56 @@ export class Source extends PageData {
    * where not defined. `maps` is "weights" or "pooled"; null, with no values, if there are no maps to compare.
    */
   similar(g, t, layer, head) {
-    return this.once(`similar/${g}/${t}/${layer}/${head}`, (path) => this.#api.get(this.#path(path)));
+    return this.once(`similar/${g}/${t}/${layer}/${head}`, (path) => this.#get(path));
   }
 
   /** Size and resolution of a head's map: {kind, n_queries, n_keys, deepest, why}. */
   map(g, t, layer, head) {
-    return this.once(`map/${g}/${t}/${layer}/${head}`, (path) => this.#api.get(this.#path(path)));
+    return this.once(`map/${g}/${t}/${layer}/${head}`, (path) => this.#get(path));
   }
 
-  /** The address of the tile in row i and column j of tiles. pool: "max" or "mean". */
-  tileUrl(g, t, layer, head, pool, zoom, i, j) {
-    return this.#path(`tiles/${this.#version}/${g}/${t}/${layer}/${head}/${pool}/${zoom}/${i}/${j}`);
-  }
-
-  /** A tile: {rows, columns, values}, row by row; null if all of it is masked. */
+  /** The tile in row i and column j of tiles, pooled by "max" or "mean": {rows, columns, values}, row by row; null if all of it is masked. */
   async tile(g, t, layer, head, pool, zoom, i, j, { signal } = {}) {
     const read = async (response) => {
       if (response.status === 204) return null;
       const values = new Float32Array(await response.arrayBuffer());
       return { rows: Number(response.headers.get("X-Rows")), columns: Number(response.headers.get("X-Columns")), values };
     };
-    return this.#api.response(this.tileUrl(g, t, layer, head, pool, zoom, i, j), { signal, read });
+    return this.#get(`tiles/${this.#version}/${g}/${t}/${layer}/${head}/${pool}/${zoom}/${i}/${j}`, { signal, read });
   }
 
   /** Exact curves of a head: {received: share per key, entropy: nats per query}. */
   async profiles(g, t, layer, head, { signal } = {}) {
-    const both = new Float32Array(await this.#api.bytes(this.#path(`profiles/${g}/${t}/${layer}/${head}`), { signal }));
+    const both = await this.#floats(`profiles/${g}/${t}/${layer}/${head}`, signal);
     const n = this.page.groups[g].texts[t].n_keys;
     return { received: both.subarray(0, n), entropy: both.subarray(n) };
   }
 
   /** The exact weight of one query on one key. */
   async pair(g, t, layer, head, query, key, { signal } = {}) {
-    const path = this.#path(`pair/${g}/${t}/${layer}/${head}?query=${query}&key=${key}`);
-    return (await this.#api.get(path, { signal })).weight;
+    return (await this.#get(`pair/${g}/${t}/${layer}/${head}?query=${query}&key=${key}`, { signal })).weight;
   }
 
   /** All weights of a query, one per key. head may be "mean". */
-  async rowWeights(g, t, layer, head, query, { signal } = {}) {
-    const path = this.#path(`row-weights/${g}/${t}/${layer}/${head}?query=${query}`);
-    return new Float32Array(await this.#api.bytes(path, { signal }));
+  rowWeights(g, t, layer, head, query, { signal } = {}) {
+    return this.#floats(`row-weights/${g}/${t}/${layer}/${head}?query=${query}`, signal);
   }
 
   /** All weights on a key, one per query. */
-  async columnWeights(g, t, layer, head, key, { signal } = {}) {
-    const path = this.#path(`column-weights/${g}/${t}/${layer}/${head}?key=${key}`);
-    return new Float32Array(await this.#api.bytes(path, { signal }));
+  columnWeights(g, t, layer, head, key, { signal } = {}) {
+    return this.#floats(`column-weights/${g}/${t}/${layer}/${head}?key=${key}`, signal);
   }
 
   /** The key with the largest weight of a query in each head of a layer: {keys, weights}. */
   links(g, t, layer, query, { signal } = {}) {
-    return this.#api.get(this.#path(`links/${g}/${t}/${layer}?query=${query}`), { signal });
+    return this.#get(`links/${g}/${t}/${layer}?query=${query}`, { signal });
   }
 
-  #path(rest) {
-    return `/api/sources/${this.id}/${rest}`;
+  #get(path, options) {
+    return this.#api.request(`/api/sources/${this.id}/${path}`, options);
+  }
+
+  async #floats(path, signal) {
+    return new Float32Array(await this.#get(path, { signal, read: "arrayBuffer" }));
   }
 }

@@ -4,11 +4,11 @@ import { h, onUncaught } from "./dom.js";
 import { useLooks } from "./colour.js";
 import { integer, percent } from "./numbers.js";
 import { Api, Source, THE_MAP } from "./api.js";
-import { PAGES, SHARED, addPages, addressOf, parsedAddress, validHead, validPlace } from "./address.js";
+import { PAGES, SHARED, TEXT, addPages, addressOf, parsedAddress, validHead, validPlace } from "./address.js";
 import { Shell } from "./shell.js";
 import { announceState, begin, counted } from "./state.js";
 
-const POLL = 600; // milliseconds between requests for the state of a profile that is being prepared
+const POLL = 600; // milliseconds between requests for the progress of a profile or a map
 const SWEEP = 1000; // changes of the head less than this many milliseconds apart share one entry of the history
 
 class App {
@@ -25,7 +25,6 @@ class App {
   #bar = ""; // the state that the bar was last drawn for
   #headChanged = -Infinity; // when only the head last changed
   #poll = 0; // timer of the next refresh
-  #progressPoll = 0; // timer of the next request for the progress of a map
   #progress = null; // the finished share of the map
   #endWaiting = null; // ends the piece of work of waiting for a profile
 
@@ -50,12 +49,12 @@ class App {
 
   /** GET JSON. */
   get(path, options) {
-    return this.#api.get(path, options);
+    return this.#api.request(path, options);
   }
 
   /** POST JSON, get JSON. */
   post(path, body, options) {
-    return this.#api.post(path, body, options);
+    return this.#api.request(path, { body, ...options });
   }
 
   /** Show an error, or any sentence, to the user. */
@@ -64,14 +63,14 @@ class App {
     this.#shell.trouble(error);
   }
 
-  /** Have a screen reader announce a text. */
-  announce(text) {
-    this.#shell.announce(text);
+  /** Have a screen reader announce a text: see `Shell.announce`. */
+  announce(text, after) {
+    this.#shell.announce(text, after);
   }
 
-  /** Call back when the theme changes; returns a function that stops this. */
-  onTheme(callback) {
-    return this.#shell.onTheme(callback);
+  /** Draw the page in the colours of another theme. */
+  recolour() {
+    this.#mounted?.handle?.recolour?.();
   }
 
   /** What the shown page exports, or null while it is not drawn: {name, elements, title, note} as of `pictureOf`, and csv(). */
@@ -103,22 +102,26 @@ class App {
     return source;
   }
 
-  /** Fetch the list of sources again, for instance after an intervention; repeats this while a source is being prepared. */
+  /** Fetch the list of sources again, for instance after an intervention. */
   async refresh() {
-    clearTimeout(this.#poll);
     this.session = await this.get("/api/session", { quiet: true });
+    this.#progress = this.#work.includes(THE_MAP) ? this.session.computing : null;
     this.#showWork(this.#work);
-    if (this.session.sources.some(({ state }) => state === "running")) this.#poll = setTimeout(() => this.#pollSources(), POLL);
   }
 
-  async #pollSources() {
+  /** Refresh while a source is being prepared, or the map of a long text, whose overview needs a pass over all weights. */
+  async #pollSession() {
+    const waited = this.#running.length > 0;
     try {
       await this.refresh();
+      this.#poll = 0;
     } catch (error) {
       this.trouble(error);
-      this.#poll = setTimeout(() => this.#pollSources(), 5 * POLL);
+      this.#poll = setTimeout(() => this.#pollSession(), 5 * POLL);
       return;
     }
+    this.#showWork(this.#work);
+    if (!waited) return;
     this.#drawBar();
     if (!this.opened()) await this.#navigate({ ...this.state }, { replace: true }); // it may be ready now
     if (this.#mounted?.id !== "waiting") await counted(this.#show(new Set(["session"])));
@@ -129,8 +132,7 @@ class App {
    * `replace`: replace the current entry of the history instead of adding one.
    */
   go(changes, { replace = false } = {}) {
-    const moved = ["source", "group", "text"].some((key) => key in changes && changes[key] !== this.state[key]);
-    if (moved) this.#pageStates.clear(); // positions in one text are meaningless in another
+    if (this.#isOtherText(changes)) this.#pageStates.clear();
     return this.#navigate(this.#with(changes), { replace });
   }
 
@@ -139,10 +141,15 @@ class App {
     return addressOf(this.#with(changes));
   }
 
+  #isOtherText(changes) {
+    return TEXT.some((key) => key in changes && changes[key] !== this.state[key]);
+  }
+
   /** The state with changes. A page that the user left before gets back the keys that it had. */
   #with(changes) {
     const page = changes.page ?? this.state.page;
-    const kept = page === this.state.page ? pageKeys(this.state) : this.#pageStates.get(page);
+    const kept = { ...(page === this.state.page ? pageKeys(this.state) : this.#pageStates.get(page)) };
+    if (this.#isOtherText(changes)) for (const key of PAGES.find(({ id }) => id === page)?.places ?? []) delete kept[key];
     const shared = Object.fromEntries(SHARED.map((key) => [key, this.state[key]]));
     return clean({ ...shared, ...kept, ...changes, page });
   }
@@ -188,7 +195,7 @@ class App {
   #commit(state, replace) {
     const before = this.state, changed = new Set();
     for (const key of new Set([...Object.keys(before), ...Object.keys(state)])) if (before[key] !== state[key]) changed.add(key);
-    if (before.page !== state.page) this.#pageStates.set(before.page, pageKeys(before));
+    if (before.page !== state.page) this.#pageStates.set(before.page, { ...pageKeys(before), ...this.#mounted?.handle?.unwritten?.() });
     this.state = state;
     this.#write(addressOf(state), replace || this.#isSweep(changed));
     this.#drawBar();
@@ -270,23 +277,16 @@ class App {
     this.#drawBar();
   }
 
-  #showWork(list) {
-    this.#work = list;
-    const running = (this.session?.sources ?? []).filter(({ state }) => state === "running").map(progressOf);
-    if (!list.includes(THE_MAP)) this.#progress = null;
-    else this.#progressPoll ||= setTimeout(() => this.#pollProgress(), POLL);
-    this.#shell.busy(list.map((what) => (what === THE_MAP && this.#progress !== null ? `${what}: ${percent(this.#progress)}` : what)), running);
+  get #running() {
+    return (this.session?.sources ?? []).filter(({ state }) => state === "running");
   }
 
-  /** Poll the progress of a map: the overview of a long text needs a pass over all weights. */
-  async #pollProgress() {
-    try {
-      if (this.#work.includes(THE_MAP)) this.#progress = (await this.get("/api/session", { quiet: true })).computing;
-    } catch {
-      // the request for the map itself reports errors
-    }
-    this.#progressPoll = 0;
-    this.#showWork(this.#work);
+  #showWork(list) {
+    const running = this.#running, map = list.includes(THE_MAP);
+    this.#work = list;
+    if (!map) this.#progress = null;
+    if (map || running.length) this.#poll ||= setTimeout(() => this.#pollSession(), POLL);
+    this.#shell.busy(list.map((what) => (what === THE_MAP && this.#progress !== null ? `${what}: ${percent(this.#progress)}` : what)), running.map(progressOf));
   }
 }
 

@@ -2,7 +2,8 @@
 
 import { destinationColour, inkOn, looks, ramp, rgbOf } from "./colour.js";
 import { h, svg } from "./dom.js";
-import { binStart, integer, meanOf, named, percent, written } from "./numbers.js";
+import { binStart, integer, logarithmicRange, meanOf, named, percent, written } from "./numbers.js";
+import { nextFrame } from "./state.js";
 
 /** A stacked bar of shares, optionally with a legend. `shares`: {destination name: share}. */
 export function stack(shares, { window, legend = false, label }) {
@@ -40,11 +41,17 @@ export function keyOf(entries) {
 export const TICK = { fill: "var(--soft)", "font-size": 11 };
 export const REFERENCE = { class: "reference", fill: "none", stroke: "var(--soft)", "stroke-dasharray": "4 3" };
 
-/** Horizontal rules from `left` to `right` at the heights `y(tick)`, labelled on the left by `words(tick)`. */
-export const rules = (ticks, { left, right, y, words }) => ticks.map((tick) => [
-  svg("line", { stroke: "var(--line)", "shape-rendering": "crispEdges", x1: left, x2: right, y1: y(tick), y2: y(tick) }),
-  svg("text", { ...TICK, x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, words(tick)),
-]);
+/** A vertical axis from `low` (0 unless `log`) to at least `high`, `tall` pixels from `top`: {y(value), names, rules(left, right)}. */
+export function verticalAxis({ low, high, log, unit, top, tall, count = 3 }) {
+  const ticks = log ? decades(low, high) : niceTicks(high, count), end = log ? high : Math.max(high, ticks.at(-1));
+  const y = (value) => top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / end));
+  const names = ticks.map((tick) => (unit === "%" ? percent(tick) : tick.toLocaleString("en", { maximumSignificantDigits: 3 })));
+  const rules = (left, right) => ticks.map((tick, at) => [
+    svg("line", { stroke: "var(--line)", "shape-rendering": "crispEdges", x1: left, x2: right, y1: y(tick), y2: y(tick) }),
+    svg("text", { ...TICK, x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, names[at]),
+  ]);
+  return { y, names, rules };
+}
 
 /**
  * Curves along texts, as wide as `width` pixels. `series`: [{values, n, label, colour}], with values in bins of a text of n
@@ -55,15 +62,9 @@ export function curve({ title, series, width, unit, tokens = null, reference = n
   const height = 118, left = 52, right = 6, top = 10, bottom = 18;
   const inner = width - left - right, tall = height - top - bottom, n = Math.max(...series.map((one) => one.n));
   const known = series.flatMap(({ values }) => Array.from(values).filter((value) => Number.isFinite(value) && (!log || value > 0))).sort((a, b) => a - b);
-  let high = Math.max(known.at(-1) ?? 1, ...(reference?.values ?? []), log ? 0 : 1e-9), low = 0;
-  if (log) {
-    low = Math.max(known[Math.floor(known.length * 0.02)] ?? 1e-6, high * 1e-6);
-    if (low >= high / 2) low = high / 10;
-  }
-  const ticks = log ? decades(low, high) : niceTicks(high);
-  if (!log) high = Math.max(high, ticks.at(-1));
+  const { low, high } = log ? logarithmicRange(known, 0.02) : { low: 0, high: Math.max(known.at(-1) ?? 1, ...(reference?.values ?? []), 1e-9) };
+  const { y, rules } = verticalAxis({ low, high, log, unit, top, tall });
   const x = (one, place) => (left + ((place / one.values.length) * one.n * inner) / n).toFixed(1);
-  const y = (value) => top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / high));
   const path = (one) => {
     let line = "", pen = false;
     one.values.forEach((value, bin) => {
@@ -76,7 +77,7 @@ export function curve({ title, series, width, unit, tokens = null, reference = n
   const marker = svg("line", { class: "marker", y1: top, y2: top + tall, visibility: "hidden" }), readout = h("output", {});
   const summary = series.length > 1 ? `. ${series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ")}` : `, from ${written(known[0] ?? NaN, unit)} to ${written(known.at(-1) ?? NaN, unit)}`;
   const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}${summary}` },
-    rules(ticks, { left, right: width - right, y, words: (tick) => (unit === "%" ? percent(tick) : tick.toLocaleString("en")) }),
+    rules(left, width - right),
     bars && known.length ? svg("path", { class: "area", d: `${path(series[0])}V${top + tall}H${left}Z` }) : null,
     series.map((one) => svg("path", { class: "line", d: path(one), style: { stroke: one.colour ?? "var(--accent)" } })),
     reference ? svg("path", { ...REFERENCE, d: Array.from(reference.values, (value, bin) => `${bin ? "L" : "M"}${x({ ...reference, n }, bin + 0.5)} ${y(value).toFixed(1)}`).join("") }) : null,
@@ -122,6 +123,27 @@ function axisTicks(n) {
   return ticks.filter((position) => position <= n - 1 && Number.isInteger(position));
 }
 
+/** An element whose children `draw(width)` makes to the pixel: again whenever the width of its (first) column changes. */
+export class Drawn {
+  constructor(element, draw) {
+    Object.assign(this, { element, make: draw, width: 0 });
+    this.sizes = new ResizeObserver(() => { if (this.column !== this.width) nextFrame(() => this.draw()); }); // the observer must not trigger itself
+    this.sizes.observe(element);
+  }
+
+  get column() { return Math.floor(parseFloat(getComputedStyle(this.element).gridTemplateColumns) || this.element.clientWidth); } // 0 if it is hidden
+
+  draw() {
+    this.width = this.column;
+    const parts = this.width ? this.make(this.width) : null;
+    if (parts) this.element.replaceChildren(...parts);
+  }
+
+  close() {
+    this.sizes.disconnect();
+  }
+}
+
 /** Fill a canvas with colours: `at(row, column)` gives a number from 0 to 1, and `colourOf` its colour. Zero, for masked pairs, stays transparent. */
 export function paint(canvas, rows, columns, at, colourOf = ramp) {
   canvas.width = columns;
@@ -137,44 +159,68 @@ export function paint(canvas, rows, columns, at, colourOf = ramp) {
   context.putImageData(image, 0, 0);
 }
 
-/**
- * A canvas of rows × columns cells. `onmove(row, column)` is called when the pointer or the arrow keys move to a cell.
- * `markCell` draws the crosshair, so that several maps can share one position.
- */
-export function cellMap({ canvas, rows, columns, label, onmove }) {
-  let at = [0, 0];
-  const go = (row, column) => {
-    at = [Math.min(Math.max(row, 0), rows - 1), Math.min(Math.max(column, 0), columns - 1)];
-    onmove(...at);
-  };
-  return h(
-    "div",
-    {
-      class: "map", tabindex: 0, role: "application", "aria-roledescription": "attention map", "aria-label": `${label}. Arrow keys move between cells.`,
+/** A canvas of rows × columns cells, in the class `name`, to be painted. onmove(row, column): the pointer or the arrow keys moved to a cell. */
+export class CellMap {
+  constructor({ name, rows, columns, label, onmove }) {
+    Object.assign(this, { rows, columns, onmove, at: [0, 0], canvas: h("canvas", {}), across: h("i", { class: "across", hidden: true }), down: h("i", { class: "down", hidden: true }) });
+    this.element = h("div", {
+      class: `map ${name}`, tabindex: 0, role: "application", "aria-roledescription": "attention map", "aria-label": `${label}. Arrow keys move between cells.`,
       style: { "aspect-ratio": `${columns} / ${rows}` },
       onpointermove: (event) => {
-        const frame = canvas.getBoundingClientRect();
-        go(Math.floor(((event.clientY - frame.top) / frame.height) * rows), Math.floor(((event.clientX - frame.left) / frame.width) * columns));
+        const frame = this.canvas.getBoundingClientRect();
+        this.go(Math.floor(((event.clientY - frame.top) / frame.height) * rows), Math.floor(((event.clientX - frame.left) / frame.width) * columns));
       },
       onkeydown: (event) => {
         const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
         if (!move) return;
         event.preventDefault();
         const stride = event.shiftKey ? 10 : 1;
-        go(at[0] + stride * move[0], at[1] + stride * move[1]);
+        this.go(this.at[0] + stride * move[0], this.at[1] + stride * move[1]);
       },
-    },
-    canvas, h("i", { class: "across", hidden: true }), h("i", { class: "down", hidden: true }),
-  );
+    }, this.canvas, this.across, this.down);
+  }
+
+  go(row, column) {
+    this.at = [Math.min(Math.max(row, 0), this.rows - 1), Math.min(Math.max(column, 0), this.columns - 1)];
+    this.onmove(...this.at);
+  }
+
+  /** Move the crosshair to a cell, which maps of one shape can share; hide it without one. */
+  mark(cell) {
+    this.across.hidden = this.down.hidden = !cell;
+    if (!cell) return;
+    this.at = cell;
+    this.across.style.top = `${((cell[0] + 0.5) / this.rows) * 100}%`;
+    this.down.style.left = `${((cell[1] + 0.5) / this.columns) * 100}%`;
+  }
 }
 
-/** Move the crosshair of a `cellMap` with rows × columns cells to a cell; hide it if `cell` is null. */
-export function markCell(box, cell, rows, columns) {
-  const [across, down] = box.querySelectorAll("i");
-  across.hidden = down.hidden = !cell;
-  if (!cell) return;
-  across.style.top = `${((cell[0] + 0.5) / rows) * 100}%`;
-  down.style.left = `${((cell[1] + 0.5) / columns) * 100}%`;
+/** A small picture of a whole map or text, with a frame around the part in view. Pressing or dragging calls `ongo(x, y)`, from 0 to 1. */
+export class Miniature {
+  constructor({ name, label, ongo }) {
+    const go = (event) => {
+      const box = this.element.getBoundingClientRect(), within = (at) => Math.min(Math.max(at, 0), 0.9999);
+      ongo(within((event.clientX - box.left) / box.width), within((event.clientY - box.top) / box.height));
+    };
+    this.pictures = h("div", {});
+    this.frame = h("i", { hidden: true });
+    this.element = h("div", {
+      class: `miniature ${name}`, role: "img", "aria-label": label, onpointerdown: (event) => { this.element.setPointerCapture(event.pointerId); go(event); },
+      onpointermove: (event) => { if (event.buttons) go(event); },
+    }, this.pictures, this.frame);
+  }
+
+  /** Show canvases side by side. */
+  show(...canvases) {
+    this.pictures.replaceChildren(...canvases);
+  }
+
+  /** Frame a part, whose edges are from 0 to 1; nothing if it is all, but for rounding. */
+  mark({ left = 0, top = 0, right = 1, bottom = 1 }) {
+    const percent = (share) => `${100 * share}%`;
+    this.frame.hidden = Math.min(right - left, bottom - top) > 0.999;
+    Object.assign(this.frame.style, { left: percent(left), top: percent(top), width: percent(right - left), height: percent(bottom - top) });
+  }
 }
 
 /** A colour bar with labels at both ends. */
@@ -184,6 +230,9 @@ export function legend({ low, high, note = null, colourOf = ramp }) {
   return h("span", { class: "legend" }, h("span", {}, low), bar, h("span", {}, high), note ? h("small", {}, note) : null);
 }
 
+/** Instead of a picture that could not be loaded: the error, and a button to load it again. */
+export const failure = (error, again) => [h("p", {}, error.message), h("button", { type: "button", class: "quiet", onclick: again }, "Try again")];
+
 /** A row of radio buttons styled as one control; `options`: a list of [value, text]. */
 export function choice(label, options, chosen, onchange) {
   const name = `choice-${label}`;
@@ -192,9 +241,10 @@ export function choice(label, options, chosen, onchange) {
       h("input", { type: "radio", name, value: id, "data-key": `${name}-${id}`, checked: String(id) === String(chosen), onchange: (event) => onchange(event.target.value) }), h("span", {}, text))));
 }
 
-/** A labelled select whose values are numbers. */
-export function chooser(label, key, chosen, options, onchange) {
-  return h("label", { class: "chooser" }, h("span", {}, label), " ",
-    h("select", { "data-key": key, onchange: (event) => onchange(Number(event.target.value)) },
-      options.map(([value, text]) => h("option", { value, selected: value === chosen }, text))));
-}
+/** A list to choose from, with the options [[value, text], …]; `onchange(value)`. */
+export const selectFrom = (key, chosen, options, onchange, attributes = {}) =>
+  h("select", { "data-key": key, onchange: (event) => onchange(options[event.target.selectedIndex][0]), ...attributes },
+    options.map(([value, text]) => h("option", { value: value ?? "", selected: value === chosen }, text)));
+
+/** The same with a label. */
+export const chooser = (label, ...list) => h("label", { class: "chooser" }, h("span", {}, label), " ", selectFrom(...list));

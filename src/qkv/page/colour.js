@@ -20,6 +20,18 @@ export const useDark = (value) => { dark = value; };
 export const isDark = () => dark ??
   (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 
+/** Let a button change the theme, and name it; `changed(theme)` is called after each change, with null if the system made it. */
+export function themeButton(button, changed) {
+  const name = () => {
+    button.textContent = isDark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", isDark() ? "Light theme" : "Dark theme");
+  };
+  const root = document.documentElement;
+  button.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; name(); changed(root.dataset.theme); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { name(); changed(null); });
+  name();
+}
+
 /** The colour of a number from 0 to 1, as [r, g, b]. */
 export function ramp(x) {
   const stops = looks.ramps[isDark() ? "dark" : "light"];

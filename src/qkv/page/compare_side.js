@@ -4,17 +4,28 @@ import { paint } from "./charts.js";
 import { colourOf, rgbOf } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { csvOf } from "./export.js";
-import { rowOf } from "./heads.js";
+import { headName } from "./heads.js";
 import { assembled, Pyramid } from "./tiles.js";
 
-// One side of a comparison: {name: "left" or "right", source, at: {source, group, text, layer, head}, view, matrix, curves}.
+/** One side of a comparison, "A" or "B": a head, its map as of `matrixOf`, and its curves, once they are loaded. */
+export class Side {
+  constructor(name, source, at) {
+    Object.assign(this, { name, source, at, ...source.at(at.group, at.text, at.layer, at.head), matrix: null, curves: null });
+    this.headName = headName(this.group, at.layer, at.head);
+    this.goesTo = this.view.heads.goes_to[this.row];
+    this.colour = `var(${name === "A" ? "--accent" : "--second"})`;
+  }
 
-export const LABEL = { left: "A", right: "B" };
+  /** Load the map and the curves concurrently. */
+  async load(signal) {
+    [this.matrix, this.curves] = await Promise.all([matrixOf(this.source, this.at, { signal }), this.source.curves(this.at.group, this.at.text)]);
+  }
 
-export const groupOf = ({ source, at }) => source.page.groups[at.group];
-
-/** The curve of this name for the head of a side, or null. */
-export const curveOf = (side, name) => side.curves[name] ? rowOfCurve(side.curves[name], rowOf(groupOf(side), side.at.layer, side.at.head)) : null;
+  /** The curve of this name, or null. */
+  curve(name) {
+    return this.curves[name] ? rowOfCurve(this.curves[name], this.row) : null;
+  }
+}
 
 // The difference of two maps: its diverging colours and its drawing.
 
@@ -38,28 +49,25 @@ export function paintDifference(canvas, left, right) {
 // Export of the compare page as CSV.
 
 /** A file name that names both heads. */
-export function comparedName({ left, right }) {
-  const short = (side) => `${side.source.name}-t${side.at.text}-L${groupOf(side).layers[side.at.layer]}-H${groupOf(side).heads[side.at.head]}`;
-  return `${short(left)}-and-${short(right)}`;
-}
+export const comparedName = ({ sides }) => sides.map(({ source, at, headName }) => `${source.name}-t${at.text}-${headName.replace(" · ", "-")}`).join("-and-");
 
 /**
  * Statistics, then the curves by position, then the cells of the maps: "weight", or "largest_weight" of a block if a map
  * is pooled. Bins and blocks are listed at their first position. `statistics`: [{name, values: [a, b]}].
  */
-export function comparedTable({ left, right, variation }, statistics) {
+export function comparedTable({ sides, variation }, statistics) {
   const rows = [], add = (what, position, key, a, b) => rows.push([what, position, key, a, b, a === null || b === null ? null : b - a]);
   for (const { name, values: [a, b] } of statistics) add(name, null, null, a, b);
   for (const name of ["received", "entropy"]) {
-    const [a, b] = [left, right].map((side) => curveOf(side, name));
+    const [a, b] = sides.map((side) => side.curve(name));
     if (!a || !b) continue;
-    const n = name === "received" ? [left.view.n_keys, right.view.n_keys] : [left.view.n_queries, right.view.n_queries];
+    const n = sides.map(({ view }) => (name === "received" ? view.n_keys : view.n_queries));
     const starts = [a, b].map((values, side) => new Map(Array.from(values, (value, bin) => [Math.ceil((bin * n[side]) / values.length), value])));
     const positions = [...new Set([...starts[0].keys(), ...starts[1].keys()])].sort((x, y) => x - y);
     for (const position of positions) add(name, position, null, ...starts.map((values) => values.get(position) ?? null));
   }
   variation?.forEach((value, query) => rows.push(["total_variation", query, null, null, null, value]));
-  const maps = [left.matrix, right.matrix], [a, b] = maps;
+  const maps = sides.map(({ matrix }) => matrix), [a, b] = maps;
   const together = a.values && b.values && ["rows", "columns", "n_queries", "n_keys", "exact"].every((name) => a[name] === b[name]);
   const cells = together ? [maps] : [[a, null], [null, b]];
   for (const pair of cells) {

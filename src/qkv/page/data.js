@@ -1,6 +1,8 @@
-// Arrays that were sent as bytes: curves, and pooled maps.
+// What a page holds of its texts: curves along them and maps of their heads, decoded when they are needed.
 
+import { rowOf } from "./heads.js";
 import { counted } from "./state.js";
+import { TILE } from "./tiles.js";
 
 /** The bytes of a base64 string. */
 export const bytesOf = (base64) => Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
@@ -45,3 +47,109 @@ const DECADES = 3; // of weights that the colours span
 
 /** The colour level of a weight, 0 to 1, on a logarithmic scale below `high`. */
 export const levelOf = (weight, high) => (weight > 0 ? Math.max(0.02, 1 + Math.log10(weight / high) / DECADES) : 0);
+
+// Exact maps: code c stands for the weight (c / 255)², see qkv.report.payload.
+const WEIGHTS = Float32Array.from({ length: 256 }, (_, code) => (code / 255) ** 2);
+
+/** What a page (see qkv.report.payload) holds of its texts; `blob(id)`: its packed parts by name, or promises of them. */
+export class PageData {
+  constructor(page, blob) {
+    Object.assign(this, { page, blob, cache: new Map() });
+  }
+
+  /** A promise of the curves of a text: {name: {values, shape}}. */
+  curves(g, t) {
+    return this.once(`curves-${g}-${t}`, async (id) => decodedArrays(this.page.groups[g].texts[t].arrays, await inflated(await this.blob(id))));
+  }
+
+  /** The StoredMaps of a text, or null if there are none. */
+  maps(g, t) {
+    const view = this.page.groups[g].texts[t], packed = async (id) => JSON.parse(await this.blob(id));
+    if (view.maps !== "kept" && !view.pooled) return null;
+    const bytes = (kind, row) => this.once(`${kind}-${g}-${t}/${row}`, async () => inflated((await this.once(`${kind}-${g}-${t}`, packed))[row]));
+    return this.once(`stored-${g}-${t}`, () => new StoredMaps(view, bytes));
+  }
+
+  /** A head of a text, for the parts of a page that show it: {page, group, view, maps, layer, head, row}. */
+  at(g, t, layer, head) {
+    const group = this.page.groups[g];
+    return { page: this.page, group, view: group.texts[t], maps: this.maps(g, t), layer, head, row: rowOf(group, layer, head) };
+  }
+
+  /** A promise of the same with the `curves` of the text. */
+  async head(g, t, layer, head) {
+    return { ...this.at(g, t, layer, head), curves: await this.curves(g, t) };
+  }
+
+  /** What `load(id)` gives, loaded once; what failed may be loaded again. */
+  once(id, load) {
+    if (!this.cache.has(id)) {
+      this.cache.set(id, load(id));
+      this.cache.get(id).catch?.(() => this.cache.delete(id));
+    }
+    return this.cache.get(id);
+  }
+}
+
+export class StoredMaps {
+  /**
+   * The maps of a view (`groups[g].texts[t]` of a page). bytes(kind, row): a promise of the bytes of a head, where kind is
+   * "maps" for all weights and "pools" for the pooled map. `exact`: whether the page has all weights.
+   */
+  constructor(view, bytes) {
+    Object.assign(this, { view, bytes, exact: view.maps === "kept" });
+    const { bin_queries: down, bin_keys: across } = this.exact ? { bin_queries: 1, bin_keys: 1 } : (view.pooled ?? {});
+    const { n_queries, n_keys } = view;
+    this.bin = { down, across };
+    this.shape = {
+      n_queries, n_keys, pixel_queries: down, pixel_keys: across,
+      deepest: Math.max(Math.ceil(Math.log2(Math.max(Math.ceil(n_queries / down), Math.ceil(n_keys / across)) / TILE)), 0),
+    };
+  }
+
+  /** All weights of a head, or its pooled map: {rows, columns, largest, average}; `average` is null if they are equal. */
+  async whole(row) {
+    if (!this.exact) return pooledMap(this.view.pooled, await this.bytes("pools", row));
+    const bytes = await this.bytes("maps", row);
+    return { rows: this.view.n_queries, columns: this.view.n_keys, largest: Float32Array.from(bytes, (code) => WEIGHTS[code]), average: null };
+  }
+
+  /** The small map of a head for the wall. */
+  async small(row) {
+    return this.view.pooled ? pooledMap(this.view.pooled, await this.bytes("pools", row)) : this.whole(row);
+  }
+
+  /** The weights of a query on all keys, in an exact map. */
+  async line(row, query) {
+    const { n_keys } = this.view, bytes = await this.bytes("maps", row);
+    return Float32Array.from(bytes.subarray(query * n_keys, (query + 1) * n_keys), (code) => WEIGHTS[code]);
+  }
+
+  /** A tile as in `Pyramid` (tiles.js), pooled by "max" or "mean": {rows, columns, values}. */
+  async tile(row, pool, { zoom, i, j }) {
+    const { rows, columns, largest, average } = await this.whole(row), values = pool === "max" ? largest : (average ?? largest);
+    const step = 2 ** (this.shape.deepest - zoom), { n_queries, n_keys } = this.view, { down, across } = this.bin;
+    const top = i * TILE * step, left = j * TILE * step, bottom = Math.min(top + TILE * step, rows), right = Math.min(left + TILE * step, columns);
+    const tile = { rows: Math.ceil((bottom - top) / step), columns: Math.ceil((right - left) / step) };
+    const size = tile.rows * tile.columns, out = new Float32Array(size), pairs = new Float32Array(size);
+    for (let q = top; q < bottom; q++)
+      for (let k = left; k < right; k++) {
+        const at = Math.floor((q - top) / step) * tile.columns + Math.floor((k - left) / step), value = values[q * columns + k];
+        const count = Math.min(down, n_queries - q * down) * Math.min(across, n_keys - k * across); // the last bins may be smaller
+        pairs[at] += count;
+        out[at] = pool === "max" ? Math.max(out[at], value) : out[at] + value * count;
+      }
+    return { ...tile, values: pool === "max" ? out : out.map((sum, at) => sum / pairs[at]) };
+  }
+
+  /** What a cell of the large map is and how exactly it is kept, in words. */
+  get note() {
+    if (this.exact) return "A cell is one query and one key; weights are kept in 8 bits on a square-root scale, right to 0.4 percentage points.";
+    const { low, high, coarser } = this.view.pooled, error = 50 * Math.log(high / low) / 254;
+    return `A cell is ${integerPair(this.bin)} weights, kept in 8 bits on a logarithmic scale down to ${(100 * low).toPrecision(1)}\u00a0%: right to ${error.toFixed(1)}\u00a0% of the value. ` +
+      (this.view.maps === "left out" ? "The profile has all weights, too many for this page: profile.plot.map(layer, head) draws them."
+        : coarser ? "The profile has a finer map, too large for this page: profile.plot.map(layer, head) draws it." : "For any part of this map, exact at any zoom, use qkv map or qkv view.");
+  }
+}
+
+const integerPair = ({ down, across }) => `${down.toLocaleString("en")} × ${across.toLocaleString("en")}`;

@@ -1,4 +1,4 @@
-// Creating elements, whose text is never parsed as markup, errors that nothing catches, and tooltips.
+// Creating elements, whose text is never parsed as markup, lines of elements, errors that nothing catches, and tooltips.
 
 /** Create an element: h("p", {class: "x", onclick: f}, "text", child). Text is never parsed as HTML. */
 export function h(tag, attributes = {}, ...children) {
@@ -28,6 +28,23 @@ export function replace(container, ...children) {
   container.replaceChildren(...children.flat().filter(Boolean));
   const successor = active && container.querySelector(`[data-key="${CSS.escape(active)}"]`);
   if (successor) successor.focus({ preventScroll: true });
+}
+
+/**
+ * The index of the element in the line above (-1) or below (1) whose middle is nearest to that of the element `from`, or `from` if
+ * there is no such line; `boxOf(index)` is the box of an element, or undefined past the ends. Lines may depend on the window.
+ */
+export function vertically(boxOf, from, way) {
+  const here = boxOf(from);
+  let best = from, least = Infinity, line = null;
+  for (let at = from + way, box; here && (box = boxOf(at)); at += way) {
+    if (Math.abs(box.top - here.top) < 6) continue;
+    line ??= box.top;
+    if (Math.abs(box.top - line) > 6) break;
+    const apart = Math.abs(box.left + box.width / 2 - here.left - here.width / 2);
+    if (apart < least) least = apart, best = at;
+  }
+  return best;
 }
 
 /** Call `tell` with every error that no code catches. */

@@ -2,7 +2,8 @@
 
 import { h } from "./dom.js";
 
-const joined = (text) => text.replaceAll(" %", "\u00a0%").replaceAll(" × ", "\u00a0×\u00a0");
+/** A sentence without line breaks inside of its figures. */
+export const joined = (text) => text.replace(/ (%|× |= |· (?=H\d))/g, (_, mark) => `\u00a0${mark.replace(" ", "\u00a0")}`);
 
 /**
  * One list item for each finding. `open(layer, head)` shows a head; layers and heads are given by their numbers.
@@ -23,12 +24,12 @@ function foldedSteps(steps, open) {
 
 function purposeOf({ purpose, layer, head }, open) {
   if (layer === null) return h("em", {}, purpose);
-  return h("button", { type: "button", class: "step-open", onclick: () => open(layer, head) }, purpose);
+  return h("button", { type: "button", class: "link", onclick: () => open(layer, head) }, purpose);
 }
 
 /** The command, which a click selects, and a button that copies it. */
 function commandOf({ command }) {
-  const code = h("code", {}, command.split(" ").flatMap((word, at) => [at ? " " : "", h("span", {}, word)])); // no line break after a hyphen
+  const code = h("code", {}, command.split(/ (?=--)/).flatMap((part, at) => [at ? " " : "", h("span", {}, part)])); // lines break between options
   const copy = h("button", { type: "button", class: "step-copy", title: "Copy", "aria-label": `Copy: ${command}` }, "copy");
   copy.addEventListener("click", async () => {
     try {

@@ -28,15 +28,15 @@ const range = ([first, last]) => (first === last ? integer(first) : `${integer(f
 export class HeadMap {
   /**
    * onpin(point): a pair {query, key} was selected, or null. onview({queries, keys}): the visible ranges changed. onset({pool}
-   * or {scale}): a control was used. ondraw(): the stage was drawn. announce(text): to a screen reader. ontrouble(error).
+   * or {scale}): a control was used. ondraw(): the stage was drawn. announce(text, after) as of the app. ontrouble(error).
    * `hint`: the readout while nothing is pointed at. `scales`: whether the scale of the colours can be chosen.
    */
-  constructor({ hint = HINT, scales = false, onpin = () => {}, onview = () => {}, onset = () => {}, ondraw = () => {}, announce = null, ontrouble }) {
-    Object.assign(this, { hint, scales, onview, onset, announce, ontrouble, pool: "max", scale: "log", loads: 0, head: null });
+  constructor({ hint = HINT, scales = false, onpin = () => {}, onview = () => {}, onset = () => {}, ondraw = () => {}, announce = () => {}, ontrouble }) {
+    Object.assign(this, { hint, scales, onview, onset, ontrouble, pool: "max", scale: "log", loads: 0, head: null });
     this.canvas = h("canvas", { class: "map-canvas", tabindex: 0, role: "application", "aria-roledescription": "attention map" });
     this.map = new MapView(this.canvas, {
       onview: () => this.moved(),
-      onpoint: (point, how) => { this.map.extra = []; this.read(); this.speak(point && how !== "pointer"); },
+      onpoint: (point, how) => { this.map.extra = []; this.read(); if (point && how !== "pointer") announce(() => this.spoken, SPOKEN_AFTER); },
       onpin: (point) => { this.pin(point); onpin(point); },
       onframe: () => { this.wait(); ondraw(); },
     });
@@ -182,6 +182,11 @@ export class HeadMap {
     this.readout.replaceChildren(h("p", { class: "map-hint" }, ...words));
   }
 
+  /** The readout for a screen reader. */
+  get spoken() {
+    return [...this.readout.children].map((line) => line.innerText.replaceAll("\n", ", ")).join(", ");
+  }
+
   read() {
     const { content } = this.map, point = this.map.point ?? this.map.pin;
     if (!content || !this.head) return;
@@ -245,16 +250,9 @@ export class HeadMap {
     return `${weightWords(all > 0 ? Math.max(all - inside, 0) / all : 0)} of the query’s weight is outside this view`;
   }
 
-  /** Have a screen reader announce the readout, once the crosshair rests. */
-  speak(wanted) {
-    clearTimeout(this.speaking);
-    if (wanted && this.announce) this.speaking = setTimeout(() => this.announce([...this.readout.children].map((line) => line.innerText.replaceAll("\n", ", ")).join(", ")), SPOKEN_AFTER);
-  }
-
   close() {
     this.loads++;
     this.rest("");
-    this.speak(false);
     clearTimeout(this.late);
     this.map.content?.store?.close();
     this.map.close();

@@ -1,12 +1,11 @@
 // The grid of all heads of a text, the card of one head, and its curves. `group` and `view` are `groups[g]` and
 // `groups[g].texts[t]` of a page; layers and heads are indices in the group.
 
-import { chooser, curve, keyOf, legend, stack } from "./charts.js";
+import { chooser, curve, Drawn, keyOf, legend, selectFrom, stack } from "./charts.js";
 import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
 import { rowOfCurve } from "./data.js";
-import { h } from "./dom.js";
-import { binPeaks, integer, named, visible, written } from "./numbers.js";
-import { nextFrame } from "./state.js";
+import { h, vertically } from "./dom.js";
+import { binPeaks, integer, named, short, visible, written } from "./numbers.js";
 
 const MANY = 16; // with more heads or layers, cells are too small for text
 
@@ -23,6 +22,9 @@ export function stepped(group, layer, head, by, byLayer = false) {
   const next = (layer * count + head + by + layers * count) % (layers * count);
   return { layer: Math.floor(next / count), head: next % count };
 }
+
+/** Where a head attends, and its type, in words. */
+export const headWords = (group, view, row) => [view.heads.goes_to[row], ...(group.types.type[row] === "mixed" ? [] : [`${group.types.type[row]} head`])];
 
 /** The full name of a head, for titles and screen readers. */
 export const headTitle = (group, layer, head) => `Layer ${group.layers[layer]}, head ${group.heads[head]}`;
@@ -48,38 +50,18 @@ export function sizeWords({ layers, heads }) {
   return `${counted(layers, "layer")} × ${counted(heads, "head")}`;
 }
 
+/** What is known of a measurement, in words: {name: fact}. */
+export const factsOf = ({ attrs: { parameters, dtype, seconds } }, group, view) => ({
+  attention: group.causal ? "causal" : view.queries ? "cross" : "bidirectional", parameters: parameters && short(parameters), dtype,
+  "measured in": seconds && `${seconds.toFixed(seconds < 10 ? 2 : 0)} s`,
+});
+
 /** Names of the statistics that at least one head of a text has. */
 export const statisticsOf = (view) => Object.keys(looks.statistics).filter((name) => view.heads[name]?.some((x) => x !== null));
 
 /** Label and meaning of a statistic in this group. */
 export const labelOf = (group, name) => (name === "local" ? `Local ±${group.window}` : looks.statistics[name].label);
 export const meaningOf = (group, name) => looks.statistics[name].meaning.replace("`local_window`", group.window);
-
-/** The value of a statistic at the upper end of the colour ramp. */
-function topOf(view, statistic) {
-  const values = view.heads[statistic].filter((x) => x !== null), { unit } = looks.statistics[statistic];
-  return Math.max(...values, { ratio: 1, "%": 0.1 }[unit] ?? 1e-9); // so that negligible values look negligible
-}
-
-/** The value at the lower end of the colour ramp: 0, or the smallest value if some are negative. */
-const bottomOf = (view, statistic) => Math.min(0, ...view.heads[statistic].filter((x) => x !== null));
-
-/** The ends of the colour ramp of a statistic in words, for a legend. */
-function scaleOf(view, statistic) {
-  const { unit } = looks.statistics[statistic], bottom = bottomOf(view, statistic);
-  return { low: bottom ? written(bottom, unit) : "0", high: written(topOf(view, statistic), unit) };
-}
-
-/** Value, cell text, colour and tooltip of every head for a statistic. */
-function cellsOf(group, view, statistic) {
-  const top = topOf(view, statistic), bottom = bottomOf(view, statistic), { label, unit } = looks.statistics[statistic];
-  return view.heads[statistic].map((x, at) => ({
-    value: x,
-    text: x === null ? "–" : cellText(x, unit),
-    colour: ramp(x === null ? 0 : (x - bottom) / (top - bottom)),
-    tip: `${label} ${written(x, unit)}\n${view.heads.goes_to[at]}`,
-  }));
-}
 
 /** Instead of the name of a statistic: colour heads by their type. */
 export const KIND = "type";
@@ -90,19 +72,23 @@ export const kindsOf = (page, group) => page.roles
   .map((role) => ({ name: role.name, colour: rgbOf(role[isDark() ? "dark" : "light"]), count: group.types.type.filter((name) => name === role.name).length }))
   .filter(({ count }) => count);
 
-/** As `cellsOf`, for the types of heads. */
-function kindCells(page, group, view) {
-  const { type, traits } = group.types, colours = new Map(kindsOf(page, group).map(({ name, colour }) => [name, colour]));
-  return type.map((name, at) => ({
-    value: null,
-    text: ABBREVIATIONS[name] ?? name.slice(0, 4),
-    colour: colours.get(name),
-    tip: [name, traits[at].length ? traits[at].join(", ") : null, view.heads.goes_to[at]].filter(Boolean).join("\n"),
-  }));
+/** The colours of all heads by a statistic or KIND: the cells, what they mean, and a colour bar (`scale`) or the names of the colours (`key`). */
+function colouring(page, group, view, statistic) {
+  const goesTo = view.heads.goes_to;
+  if (statistic === KIND) {
+    const { type, traits } = group.types, kinds = kindsOf(page, group), colours = Object.fromEntries(kinds.map(({ name, colour }) => [name, colour]));
+    return {
+      title: "Type", meaning: "the first type whose criterion the head meets, over all texts", scale: null, key: keyOf(kinds.map(({ name, colour, count }) => [name, css(colour), integer(count)])),
+      cells: type.map((name, at) => ({ text: ABBREVIATIONS[name] ?? name.slice(0, 4), colour: colours[name], tip: [name, traits[at].join(", "), goesTo[at]].filter(Boolean).join("\n") })),
+    };
+  }
+  const values = view.heads[statistic], known = values.filter((x) => x !== null), { label, unit } = looks.statistics[statistic];
+  const low = Math.min(0, ...known), high = Math.max(...known, { ratio: 1, "%": 0.1 }[unit] ?? 1e-9); // so that negligible values look negligible
+  return {
+    title: labelOf(group, statistic), meaning: meaningOf(group, statistic), scale: legend({ low: low ? written(low, unit) : "0", high: written(high, unit) }), key: null,
+    cells: values.map((x, at) => ({ text: x === null ? "–" : cellText(x, unit), colour: ramp(x === null ? 0 : (x - low) / (high - low)), tip: `${label} ${written(x, unit)}\n${goesTo[at]}` })),
+  };
 }
-
-/** The legend of the types of heads. */
-const kindKey = (page, group) => keyOf(kindsOf(page, group).map(({ name, colour, count }) => [name, css(colour), integer(count)]));
 
 function cellText(x, unit) {
   if (unit === "%") return (100 * x).toFixed(0);
@@ -126,22 +112,9 @@ export function layerGrid({ layers, heads }, cell, every, attributes) {
     layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cell(l, k)))));
 }
 
-/** As `layerGrid`; `cells` of `cellsOf`. `select` and `open` as in `selectable`. */
-function headGrid({ group, cells, layer, head, label, select, open }) {
-  const { heads } = group, many = heads.length > MANY;
-  const cell = (l, k) => {
-    const { text, colour, tip } = cells[rowOf(group, l, k)];
-    return headButton(group, l, k, tip, { role: "gridcell", style: { background: css(colour), color: inkOn(colour) } }, h("span", {}, text));
-  };
-  const grid = layerGrid(group, cell, many ? 4 : 1, { class: many ? "grid tight" : "grid", "aria-label": `${label}; arrow keys move`,
-    style: { "grid-template-columns": `auto repeat(${heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } });
-  return selectable(grid, { layer, head, select, open });
-}
-
 /**
- * Let clicks and keys select among the heads in a box, and mark (layer, head); returns the box. Arrow keys, Home and End move
- * within the row of a grid, or among all heads where lines wrap. `select(layer, head)` is called for each selection, and
- * `open(layer, head)`, if given, for Enter and double clicks; with `once`, for clicks.
+ * Let clicks and `arrowKeys` select among the heads in a box, and mark (layer, head); returns the box. `select(layer, head)` is
+ * called for each selection, and `open(layer, head)`, if given, for Enter and double clicks; with `once`, for clicks.
  */
 export function selectable(box, { layer, head, select, open = null, once = false }) {
   const cellOf = (event) => event.target.closest("[data-layer]"), placeOf = (cell) => [+cell.dataset.layer, +cell.dataset.head];
@@ -152,31 +125,24 @@ export function selectable(box, { layer, head, select, open = null, once = false
     if (cell && once) open?.(...placeOf(cell)); // Enter is a click
   });
   if (open && !once) box.addEventListener("dblclick", (event) => { if (cellOf(event)) open(...placeOf(cellOf(event))); });
-  box.addEventListener("keydown", (event) => {
-    const cell = cellOf(event), all = [...box.querySelectorAll("[data-layer]")], here = all.indexOf(cell);
-    if (!cell) return;
-    if (event.key === "Enter" && open && !once) { event.preventDefault(); open(...placeOf(cell)); return; }
-    const row = cell.closest("[role=row]"), line = row ? all.filter((other) => row.contains(other)) : all, at = line.indexOf(cell);
-    const moves = { ArrowLeft: () => line[at - 1], ArrowRight: () => line[at + 1], Home: () => line[0], End: () => line.at(-1), ArrowUp: () => beside(all, here, -1), ArrowDown: () => beside(all, here, 1) };
-    if (!Object.hasOwn(moves, event.key)) return;
-    event.preventDefault();
-    const next = moves[event.key]();
-    if (next) choose(next);
-  });
+  if (open && !once) box.addEventListener("keydown", (event) => { if (event.key === "Enter" && cellOf(event)) event.preventDefault(), open(...placeOf(cellOf(event))); });
+  arrowKeys(box, choose);
   markHead(box, layer, head);
   return box;
 }
 
-/** The nearest cell in the line above (-1) or below (1); the length of lines may depend on the window. */
-function beside(all, here, way) {
-  const from = all[here].getBoundingClientRect();
-  for (let at = here + way, line = null, best = null; ; at += way) {
-    const box = all[at]?.getBoundingClientRect();
-    if (!box || (line !== null && box.top !== line)) return best;
-    if (box.top === from.top) continue;
-    line = box.top;
-    if (!best || Math.abs(box.left - from.left) < Math.abs(best.getBoundingClientRect().left - from.left)) best = all[at];
-  }
+/** Call `move(cell)` for the arrow keys, Home and End among the heads in a box: within a row of a grid, or among all where lines wrap. */
+export function arrowKeys(box, move) {
+  box.addEventListener("keydown", (event) => {
+    const cell = event.target.closest("[data-layer]"), all = [...box.querySelectorAll("[data-layer]")], here = all.indexOf(cell);
+    if (!cell) return;
+    const row = cell.closest("[role=row]"), line = row ? all.filter((other) => row.contains(other)) : all, at = line.indexOf(cell), boxOf = (index) => all[index]?.getBoundingClientRect();
+    const moves = { ArrowLeft: () => line[at - 1], ArrowRight: () => line[at + 1], Home: () => line[0], End: () => line.at(-1), ArrowUp: () => all[vertically(boxOf, here, -1)], ArrowDown: () => all[vertically(boxOf, here, 1)] };
+    if (!Object.hasOwn(moves, event.key)) return;
+    event.preventDefault();
+    const next = moves[event.key]();
+    if (next) move(next);
+  });
 }
 
 /** Mark the selected head of a grid; the keyboard focus follows if it is in the grid. */
@@ -192,16 +158,19 @@ export function markHead(grid, layer, head) {
 
 /** The controls, the grid and the bars by layer of all heads of a text, coloured by a statistic or by KIND; `select` and `open` as in `selectable`. */
 export function allHeads({ page, group, view, statistic, layer, head, choose, select, open }) {
-  const kinds = statistic === KIND, name = (one) => (one === KIND ? "Type of head" : labelOf(group, one));
-  const cells = kinds ? kindCells(page, group, view) : cellsOf(group, view, statistic), label = kinds ? "Type of every head" : `${name(statistic)} of every head`;
+  const { title, meaning, cells, scale, key } = colouring(page, group, view, statistic), many = group.heads.length > MANY;
+  const cell = (l, k) => {
+    const { text, colour, tip } = cells[rowOf(group, l, k)];
+    return headButton(group, l, k, tip, { role: "gridcell", style: { background: css(colour), color: inkOn(colour) } }, h("span", {}, text));
+  };
+  const grid = layerGrid(group, cell, many ? 4 : 1, { class: many ? "grid tight" : "grid", "aria-label": `${title} of every head; arrow keys move`,
+    style: { "grid-template-columns": `auto repeat(${group.heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } });
   return {
     controls: [
-      h("label", {}, "Colour by ", h("select", { "data-key": "statistic", onchange: (event) => choose(event.target.value) },
-        [...statisticsOf(view), KIND].map((one) => h("option", { value: one, selected: one === statistic }, name(one))))),
-      kinds ? null : legend(scaleOf(view, statistic)),
-      h("p", { class: "meaning" }, kinds ? "the first type whose criterion the head meets, over all texts" : meaningOf(group, statistic)),
+      h("label", {}, "Colour by ", selectFrom("statistic", statistic, [...statisticsOf(view).map((one) => [one, labelOf(group, one)]), [KIND, "Type of head"]], choose)),
+      scale, h("p", { class: "meaning" }, meaning),
     ],
-    grid: [h("span", { class: "axis" }, "head →"), headGrid({ group, cells, layer, head, label, select, open }), kinds ? kindKey(page, group) : null],
+    grid: [h("span", { class: "axis" }, "head →"), selectable(grid, { layer, head, select, open }), key],
     layers: [h("h3", {}, "Where the weight goes, by layer"), ...layerShares(group, view)],
   };
 }
@@ -237,33 +206,20 @@ export function headCard({ group, view, layer, head, step }) {
     h("dl", { class: "numbers" },
       statisticsOf(view).filter((name) => number(name) !== null).map((name) =>
         h("div", { "data-tip": meaningOf(group, name) }, h("dt", {}, labelOf(group, name)), h("dd", {}, written(number(name), looks.statistics[name].unit)))),
-      h("div", { "data-tip": "the key that receives the largest share" }, h("dt", {}, "Most attended"), h("dd", {}, h("bdi", {}, named(view.keys[number("top_key")])), ` @ ${integer(number("top_key"))}`))),
+      h("div", { "data-tip": "the key that receives the largest share" }, h("dt", {}, "Most attended"), h("dd", {}, h("bdi", {}, named(view.keys[number("top_key")])), ` @\u00a0${integer(number("top_key"))}`))),
   ];
 }
 
-/** The curves of a head along the text in a grid of this class, drawn to the pixel: again whenever its columns change. */
-export class HeadCurves {
+/** The curves of a head along the text, in a grid of this class. */
+export class HeadCurves extends Drawn {
   constructor(name) {
-    Object.assign(this, { element: h("div", { class: name }), shown: null, width: 0 });
-    this.sizes = new ResizeObserver(() => { if (this.column !== this.width) nextFrame(() => this.draw()); }); // the observer must not trigger itself
-    this.sizes.observe(this.element);
+    super(h("div", { class: name }), (width) => this.shown && headCurves({ ...this.shown, width }));
   }
 
-  get column() { return Math.floor(parseFloat(getComputedStyle(this.element).gridTemplateColumns)) || 0; } // 0 if it is hidden
-
-  /** Show a head: {group, view, curves, layer, head}, with `curves` the decoded arrays of the text. */
+  /** Show a head of `PageData.head`. */
   show(shown) {
     this.shown = shown;
     this.draw();
-  }
-
-  draw() {
-    this.width = this.column;
-    if (this.shown && this.width) this.element.replaceChildren(...headCurves({ ...this.shown, width: this.width }));
-  }
-
-  close() {
-    this.sizes.disconnect();
   }
 }
 
@@ -294,9 +250,9 @@ export const similarityMeaning = (maps) =>
 /** The other heads that are most similar to (layer, head), the nearest first: [{layer, head, value}]. */
 export function mostSimilar(group, { layer, head }, values, most) {
   const at = rowOf(group, layer, head), count = group.heads.length;
-  return bySimilarity(values.map((_, other) => other).filter((other) => other !== at && values[other] !== null), values).slice(0, most)
+  return largestFirst(values.map((_, other) => other).filter((other) => other !== at && values[other] !== null), values).slice(0, most)
     .map((other) => ({ layer: Math.floor(other / count), head: other % count, value: values[other] }));
 }
 
-/** Rows of the table of heads, the most similar first; those without a value last. */
-export const bySimilarity = (rows, values) => rows.toSorted((a, b) => (values[b] ?? -1) - (values[a] ?? -1) || a - b);
+/** Rows of the table of heads, those with the largest values first; those without a value last. */
+export const largestFirst = (rows, values) => rows.toSorted((a, b) => (values[b] ?? -Infinity) - (values[a] ?? -Infinity) || a - b);

@@ -3,8 +3,8 @@
 import { choice, legend } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { h, replace } from "./dom.js";
-import { layerGrid } from "./heads.js";
-import { codeOf, editsOf, headAt, headsOf, longName, settingOf, settingWords, shortName } from "./live_words.js";
+import { arrowKeys, headButton, layerGrid } from "./heads.js";
+import { codeOf, editsOf, headAt, headsOf, settingOf, settingWords, shortName } from "./live_words.js";
 import { percent } from "./numbers.js";
 
 const SINK = 0.3; // a head with more on the first token is called a sink (Gu et al. 2025)
@@ -108,17 +108,16 @@ export class LiveHeads {
   /** The grid, layers × heads: the weight on the first token, as trained and with the edits. */
   #drawGrid() {
     if (!this.#answer) return;
-    const { layers, heads } = this.#live, { before, after } = this.#answer.sink, single = this.#answer.tokens.length < 2;
+    const { heads } = this.#live, group = { layers: [...Array(this.#live.layers).keys()], heads: [...Array(heads).keys()] };
+    const { before, after } = this.#answer.sink, single = this.#answer.tokens.length < 2;
     const cell = (layer, head) => {
       const at = `${layer}.${head}`, edit = this.edits.get(at), was = before[layer][head], is = after[layer][head];
       const now = css(ramp(Math.min(is, 1))), then = css(ramp(Math.min(was, 1)));
       const mark = edit ? [edit.normalizer === this.#live.normalizers[0] ? null : MARKS[edit.normalizer], edit.temperature === 1 ? null : "T"].filter(Boolean).join(" ") : "";
       const weight = single ? "one token only" : Math.abs(was - is) < 0.0005 ? percent(is) : `${percent(was)} → ${percent(is)}`;
-      return h("button", {
-        type: "button", role: "gridcell", class: "live-cell", "data-key": `cell-${at}`, tabindex: at === this.shown ? 0 : -1,
+      return headButton(group, layer, head, `${weight} on the first token${edit ? `\n${settingWords(edit)}` : ""}`, {
+        role: "gridcell", class: "live-cell", "data-key": `cell-${at}`, tabindex: at === this.shown ? 0 : -1,
         "aria-selected": this.selected.has(at) ? "true" : "false", "aria-current": at === this.shown ? "true" : null,
-        "aria-label": `${longName(at)}: ${weight} on the first token${edit ? `; ${settingWords(edit)}` : ""}`,
-        "data-tip": `${longName(at)}\n${weight} on the first token${edit ? `\n${settingWords(edit)}` : ""}`,
         style: { background: `${now} linear-gradient(to right, ${then} 26%, transparent 26%)`, color: inkOn(ramp(Math.min(is, 1))) },
         onclick: (event) => this.#select(at, event.shiftKey || event.ctrlKey || event.metaKey),
       }, h("span", {}, single ? "–" : String(Math.round(100 * is))), mark ? h("sup", {}, mark) : null);
@@ -127,28 +126,18 @@ export class LiveHeads {
     replace(this.grid,
       h("div", { class: "live-grid-title" }, h("span", {}, "Mean weight on the first token, %"), legend({ low: "0", high: "100\u00a0%" })),
       h("div", { class: "live-scroll" },
-        layerGrid({ layers: [...Array(layers).keys()], heads: [...Array(heads).keys()] }, cell, 1, {
+        layerGrid(group, cell, 1, {
           class: "live-grid", "aria-multiselectable": "true", "aria-label": "Heads. Arrow keys move, Enter selects, Shift and Enter adds.",
-          style: { "grid-template-columns": `20px repeat(${heads}, minmax(30px, 1fr))` }, onkeydown: (event) => this.#key(event),
+          style: { "grid-template-columns": `20px repeat(${heads}, minmax(30px, 1fr))` },
         })),
       h("small", {}, "Left edge of a cell: as trained. Click a head to select it; Shift-click adds heads."));
     const box = this.grid.querySelector(".live-scroll");
+    arrowKeys(box, (cell) => cell.focus());
     box.scrollTop = scrolled;
     if (this.#inView === this.shown) return;
     this.#inView = this.shown;
     const current = box.querySelector("[aria-current]").getBoundingClientRect(), around = box.getBoundingClientRect();
     box.scrollTop += Math.max(0, current.bottom + 8 - around.bottom) - Math.max(0, around.top + 8 - current.top);
-  }
-
-  #key(event) {
-    const cell = event.target.closest("[data-key]");
-    if (!cell) return;
-    const [layer, head] = headAt(cell.dataset.key.slice(5)), { layers, heads } = this.#live;
-    const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [0, -head], End: [0, heads - 1 - head] }[event.key] ?? [];
-    if (down === undefined) return;
-    event.preventDefault();
-    const to = `${Math.min(Math.max(layer + down, 0), layers - 1)}.${Math.min(Math.max(head + right, 0), heads - 1)}`;
-    this.grid.querySelector(`[data-key="cell-${to}"]`).focus();
   }
 
   drawSetting() {

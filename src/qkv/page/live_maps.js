@@ -1,6 +1,6 @@
 // A head of a live model: its maps, the tokens that the last query attends to, and the export of both.
 
-import { cellMap, legend, markCell, paint } from "./charts.js";
+import { CellMap, legend, paint } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { h } from "./dom.js";
 import { csvOf } from "./export.js";
@@ -14,17 +14,16 @@ export function liveMaps(answer) {
   const readout = h("output", { class: "readout", "aria-live": "polite" }, "Point at a cell, or focus a map and use the arrow keys.");
   const boxes = [];
   const onmove = (query, key) => {
-    for (const box of boxes) markCell(box, [query, key], n, n);
+    for (const box of boxes) box.mark([query, key]);
     const [before, after] = maps.map((map) => map[query * n + key]);
     readout.replaceChildren(`query ${query} `, h("b", {}, quoted(tokens[query])), ` → key ${key} `, h("b", {}, quoted(tokens[key])),
       key > query && !before && !after ? ": masked" : `: ${percent(before)}${edited ? ` → ${percent(after)}` : ""}`);
   };
   const figure = (title, map) => {
-    const canvas = h("canvas", {}), box = cellMap({ canvas, rows: n, columns: n, label: `${title}: ${longName(at)}, ${n} queries by ${n} keys`, onmove });
-    paint(canvas, n, n, (row, column) => Math.sqrt(map[row * n + column] / top));
-    box.classList.add("live-map");
+    const box = new CellMap({ name: "live-map", rows: n, columns: n, label: `${title}: ${longName(at)}, ${n} queries by ${n} keys`, onmove });
+    paint(box.canvas, n, n, (row, column) => Math.sqrt(map[row * n + column] / top));
     boxes.push(box);
-    return h("figure", {}, h("figcaption", {}, h("span", {}, title)), box);
+    return h("figure", {}, h("figcaption", {}, h("span", {}, title)), box.element);
   };
   const change = (name, unit) => [...new Set(["before", "after"].slice(0, edited ? 2 : 1).map((when) => written(answer[name][when][layer][head], unit)))].join(" → ");
   const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
@@ -54,11 +53,13 @@ export class LiveTokens {
     const top = Math.max(...row, 1e-9), first = tokens.length - generated.length + (step ? 1 : 0); // the first generated token, if tokenization is unchanged
     const chips = tokens.map((token, i) => {
       const sampled = i >= first ? generated[i - first] : null, colour = ramp(Math.sqrt(row[i] / top));
-      return h("span", {
+      // The space before a word and the break after it are outside of its box, which would otherwise reach into another line.
+      const [, space, word, end] = /^( *)(.*?)(\n?)$/s.exec(lines(token));
+      return [word ? space : "", h("span", {
         class: `live-token${sampled ? " live-made" : ""}${i === tokens.length - 1 ? " live-query" : ""}`, style: { background: css(colour), color: inkOn(colour) },
         "data-tip": `${named(token)}\nweight ${percent(row[i])}${sampled ? `\nsampled with probability ${percent(sampled.probability)}` : ""}`,
-      }, lines(token));
-    });
+      }, word || space), end];
+    }).flat();
     if (step) chips.push(h("span", { class: "live-token live-new", "data-tip": `${named(step.token)}\nprobability ${percent(step.probability)}` }, lines(step.token), h("sub", {}, percent(step.probability))));
     const atEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - 8;
     this.box.replaceChildren(...chips);

@@ -44,8 +44,8 @@ export class LiveWriting {
   }
 
   /** Set a text that the user typed; it no longer has generated tokens. */
-  set(text, ids = null) {
-    Object.assign(this, { text, ids, generated: [], step: null });
+  set(text) {
+    Object.assign(this, { text, ids: null, generated: [], step: null });
     this.#history = [];
     this.draw();
   }

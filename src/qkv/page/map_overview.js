@@ -1,55 +1,36 @@
 // Around the map page: a small overview of the whole map, and the export.
 
-import { h } from "./dom.js";
+import { Miniature } from "./charts.js";
 import { csvOf } from "./export.js";
 import { assembled, FIRST, painted } from "./tiles.js";
 
 const MAX_SIZE = { w: 216, h: 150 }; // pixels
 
 /** A small overview of the whole map that marks the visible part; a click or a drag moves the view. */
-export class MapOverview {
+export class MapOverview extends Miniature {
   constructor(map) {
+    super({
+      name: "map-overview", label: "Overview of the whole map, with the visible part marked",
+      ongo: (x, y) => { if (map.content) map.look({ ...map.view, x: x * map.size.keys, y: y * map.size.queries }); },
+    });
     this.map = map;
-    this.element = h("canvas", { class: "map-overview", role: "img", "aria-label": "Overview of the whole map, with the visible part marked" });
-    this.element.addEventListener("pointerdown", (event) => { this.element.setPointerCapture(event.pointerId); this.go(event); });
-    this.element.addEventListener("pointermove", (event) => { if (event.buttons) this.go(event); });
-  }
-
-  go(event) {
-    if (!this.map.content) return;
-    const box = this.element.getBoundingClientRect(), { queries, keys } = this.map.content.pyramid;
-    this.map.look({ ...this.map.view, x: ((event.clientX - box.left) / box.width) * keys, y: ((event.clientY - box.top) / box.height) * queries });
-  }
-
-  /** Size the canvas to the proportions of the map. */
-  fit() {
-    const { queries, keys } = this.map.content.pyramid, scale = Math.min(MAX_SIZE.w / keys, MAX_SIZE.h / queries), ratio = devicePixelRatio || 1;
-    const width = Math.max(keys * scale, 8), height = Math.max(queries * scale, 8);
-    Object.assign(this.element.style, { width: `${Math.round(width)}px`, height: `${Math.round(height)}px` });
-    Object.assign(this.element, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
-  }
-
-  clear() {
-    this.element.getContext("2d").clearRect(0, 0, this.element.width, this.element.height);
   }
 
   draw() {
-    const { store, pyramid, pool, colours, lookOf } = this.map.content, context = this.element.getContext("2d"), { width, height } = this.element;
-    context.fillStyle = colours.empty;
-    context.fillRect(0, 0, width, height);
-    const tile = store?.get(pool, FIRST);
-    if (tile?.rows) {
+    const { map } = this, { store, pyramid, pool, lookOf } = map.content, { queries, keys } = pyramid, scale = Math.min(MAX_SIZE.w / keys, MAX_SIZE.h / queries);
+    const width = Math.max(Math.round(keys * scale), 8), height = Math.max(Math.round(queries * scale), 8);
+    Object.assign(this.element.style, { width: `${width}px`, height: `${height}px` });
+    const tile = store?.get(pool, FIRST), canvas = tile?.rows ? painted(tile, lookOf(0)) : null;
+    if (canvas) { // the last bins may reach beyond the map
       const { down, across } = pyramid.extent(FIRST);
-      context.imageSmoothingEnabled = tile.columns > width / 2;
-      context.drawImage(painted(tile, lookOf(0)), 0, 0, (width * tile.columns * across) / pyramid.keys, (height * tile.rows * down) / pyramid.queries);
+      Object.assign(canvas.style, { width: `${(width * tile.columns * across) / keys}px`, height: `${(height * tile.rows * down) / queries}px`, "image-rendering": tile.columns > width / 2 ? "auto" : "pixelated" });
     }
-    if (this.map.whole) return;
-    const { origin, frame, scale } = this.map.layout, ratio = devicePixelRatio || 1;
-    const x = (frame.x - origin.x) / scale / pyramid.keys * width, y = (frame.y - origin.y) / scale / pyramid.queries * height;
-    const w = Math.max(frame.w / scale / pyramid.keys * width, 5 * ratio), k = Math.max(frame.h / scale / pyramid.queries * height, 5 * ratio);
-    context.strokeStyle = colours.ink;
-    context.lineWidth = 2 * ratio;
-    context.strokeRect(Math.min(x, width - w), Math.min(y, height - k), w, k);
+    if (canvas !== this.pictures.firstChild) this.show(...(canvas ? [canvas] : []));
+    const { origin, frame } = map.layout, share = (at, from, n) => (at - from) / map.layout.scale / n;
+    this.mark({
+      left: share(frame.x, origin.x, keys), right: share(frame.x + frame.w, origin.x, keys),
+      top: share(frame.y, origin.y, queries), bottom: share(frame.y + frame.h, origin.y, queries),
+    });
   }
 }
 

@@ -1,7 +1,7 @@
 // Axes, labels, edge curves and crosshair of a map, as SVG elements over its canvas.
 
 import { svg } from "./dom.js";
-import { integer, named, visible } from "./numbers.js";
+import { integer, logarithmicRange, named, visible } from "./numbers.js";
 import { decades, niceTicks } from "./charts.js";
 
 export const LABELLED = 11; // at this many pixels per token or more, each token has a label
@@ -11,7 +11,7 @@ const SANS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", A
 function margins(width, z) {
   const near = Math.min(Math.max((z - Math.log2(LABELLED)) / 0.7 + 1, 0), 1);
   const [from, to] = width < 560
-    ? [{ left: 60, top: 42, right: 50, bottom: 58 }, { left: 64, top: 62, right: 50, bottom: 58 }]
+    ? [{ left: 60, top: 42, right: 60, bottom: 58 }, { left: 64, top: 62, right: 60, bottom: 58 }]
     : [{ left: 76, top: 46, right: 74, bottom: 76 }, { left: 108, top: 86, right: 74, bottom: 76 }];
   return Object.fromEntries(Object.keys(from).map((side) => [side, from[side] + near * (to[side] - from[side])]));
 }
@@ -92,12 +92,9 @@ function positions([first, last], most) {
 
 /** The scales of the edge curves: logarithmic for received shares, from zero for entropies. */
 export function edgeScales({ received, entropy }) {
-  const positive = received.filter((share) => share > 0).sort();
-  const most = positive.length ? positive[positive.length - 1] : 1;
-  const low = Math.min(positive[Math.floor(positive.length * 0.02)] ?? most / 10, most / 10);
-  const high = entropy.reduce((top, value) => (value > top ? value : top), 1e-6);
+  const { low, high } = logarithmicRange(received, 0.02);
   // Start at half of the lowest share, so that the key with this share has a visible bar.
-  return { received: { low: Math.max(low / 2, most * 1e-6), high: most }, entropy: { high } };
+  return { received: { low: low / 2, high }, entropy: { high: Math.max(largest(entropy), 1e-6) } };
 }
 
 /** The edge curves: the share that each key receives (bottom) and the entropy of each query (right). */
@@ -118,10 +115,10 @@ export function edges(layout, { received, entropy, scales }) {
   const from = frame.x + frame.w + 8, wide = margin.right - (narrow ? 12 : 22);
   const beside = steps(entropy, frame.y, frame.h, origin.y, scale, mean).map(([at, nats]) => [at, from + (wide * nats) / scales.entropy.high]);
   return [
-    area(stairs(below, frame.x + frame.w, ([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`), `V${base}H${frame.x.toFixed(1)}Z`),
+    area(stairs(below, frame.x + frame.w, (x, y) => `${x.toFixed(1)} ${y.toFixed(1)}`), `V${base}H${frame.x.toFixed(1)}Z`),
     line(frame.x, base + 0.5, frame.x + frame.w, base + 0.5), ticks,
     text(frame.x, frame.y + frame.h + 17, "received by key"),
-    area(stairs(beside, frame.y + frame.h, ([y, x]) => `${x.toFixed(1)} ${y.toFixed(1)}`, true), `H${from}V${frame.y.toFixed(1)}Z`),
+    area(stairs(beside, frame.y + frame.h, (y, x) => `${x.toFixed(1)} ${y.toFixed(1)}`), `H${from}V${frame.y.toFixed(1)}Z`),
     line(from - 0.5, frame.y, from - 0.5, frame.y + frame.h),
     text(from, frame.y - 22, "entropy", { size: narrow ? 10.5 : 11 }), text(from, frame.y - 8, `${upTo(scales.entropy.high)} ${narrow ? "" : "nats"}`),
   ].flat();
@@ -140,35 +137,16 @@ function steps(values, start, length, origin, scale, pooled) {
   }
   for (let pixel = 0; pixel < length; pixel++) {
     const from = Math.max(Math.floor((start + pixel - origin) / scale), 0), to = Math.min(Math.max(Math.floor((start + pixel + 1 - origin) / scale), from + 1), values.length);
-    if (from < to) found.push([start + pixel, pooled(values, from, to)]);
+    if (from < to) found.push([start + pixel, pooled(values.subarray(from, to))]);
   }
   return found;
 }
 
-function largest(values, from, to) {
-  let most = values[from];
-  for (let at = from + 1; at < to; at++) if (values[at] > most) most = values[at];
-  return most;
-}
+const largest = (values) => values.reduce((most, value) => (value > most ? value : most));
+const mean = (values) => values.reduce((sum, value) => sum + value) / values.length;
 
-function mean(values, from, to) {
-  let sum = 0;
-  for (let at = from; at < to; at++) sum += values[at];
-  return sum / (to - from);
-}
-
-/** A step function as an SVG path; empty without points. */
-function stairs(points, end, written, downwards = false) {
-  if (!points.length) return "";
-  const [first] = points;
-  let path = `M${written(first)}`;
-  for (let at = 0; at < points.length; at++) {
-    const next = at + 1 < points.length ? points[at + 1] : null;
-    path += downwards ? `V${(next ? next[0] : end).toFixed(1)}` : `H${(next ? next[0] : end).toFixed(1)}`;
-    if (next) path += downwards ? `H${next[1].toFixed(1)}` : `V${next[1].toFixed(1)}`;
-  }
-  return path;
-}
+/** A step function as an SVG path, until `end` along its axis; `point(along, across)` writes a point. */
+const stairs = (points, end, point) => points.map(([at, value], step) => `${step ? "L" : "M"}${point(at, value)}L${point(points[step + 1]?.[0] ?? end, value)}`).join("");
 
 /** A crosshair on a pair of tokens and its bin {queries: [first, last], keys: …}. `pinned` is drawn dashed, without tags. */
 export function crosshair(layout, pair, bin, tokens, pinned = false) {

@@ -425,15 +425,9 @@ export class MapView {
     ];
   }
 
-  /** The visible tiles of the current zoom, from the middle outwards. */
-  inView(layout) {
-    const box = { top: layout.rows[0], bottom: layout.rows[1], left: layout.columns[0], right: layout.columns[1] };
-    return this.content.pyramid.within(this.level, box);
-  }
-
-  /** The tiles to load: the overview, which sets the colour scale, and the visible ones. */
-  wanted(layout) {
-    const { pyramid, pool } = this.content, near = [...this.extra, ...this.inView(layout).map((place) => [pool, place])];
+  /** The tiles to load: the overview, which sets the colour scale, and the visible ones, from the middle outwards. */
+  wanted({ rows: [top, bottom], columns: [left, right] }) {
+    const { pyramid, pool } = this.content, near = [...this.extra, ...pyramid.within(this.level, { top, bottom, left, right }).map((place) => [pool, place])];
     const whole = pool === "max" ? [["max", FIRST]] : [["max", FIRST], ["mean", FIRST]];
     return pyramid.deepest >= DEEP && !this.whole ? [...near, ...whole] : [...whole, ...near];
   }

@@ -13,6 +13,12 @@ export function binPeaks(values, most) {
   });
 }
 
+/** The ends of a logarithmic scale for values, without the lowest `part` of the positive ones, but over a decade at least: {low, high}. */
+export function logarithmicRange(values, part) {
+  const positive = Float64Array.from(values).filter((value) => value > 0).sort(), high = positive.at(-1) ?? 1;
+  return { high, low: Math.max(Math.min(positive[Math.floor(positive.length * part)] ?? high, high / 10), high * 1e-6) };
+}
+
 /** The values of bins for each of the n tokens of a text. */
 export function spread(bins, n) {
   const out = new Float32Array(n);

@@ -2,11 +2,11 @@
 // its own keys in the address: bsource, bgroup, btext, blayer, bhead.
 
 import { lengthWords, validHead } from "./address.js";
-import { cellMap, chooser, curve, keyOf, legend, markCell, paint, stack } from "./charts.js";
+import { CellMap, chooser, curve, Drawn, keyOf, legend, paint, stack } from "./charts.js";
 import { destinationColour, looks } from "./colour.js";
-import { comparedName, comparedTable, curveOf, groupOf, LABEL, matrixOf, MAX_EXACT, paintDifference, signedColour, totalVariation } from "./compare_side.js";
+import { comparedName, comparedTable, MAX_EXACT, paintDifference, Side, signedColour, totalVariation } from "./compare_side.js";
 import { h, replace } from "./dom.js";
-import { headName, labelOf, meaningOf, mostSimilar, rowOf, sharesOf, similarityMeaning, statisticsOf, textChoosers } from "./heads.js";
+import { headName, labelOf, meaningOf, mostSimilar, sharesOf, similarityMeaning, statisticsOf, textChoosers } from "./heads.js";
 import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
 import { headChooser } from "./shell.js";
 
@@ -32,26 +32,25 @@ class Compare {
   #shares = h("div", { class: "compare-shares" });
   #maps = h("div", { class: "compare-maps" });
   #readout = h("output", { class: "readout compare-readout", "aria-live": "polite" });
-  #numbers = h("div", { class: "compare-numbers", tabindex: 0, role: "group", "aria-label": "Numbers of A and B" });
-  #curves = h("div", { class: "compare-curves" });
+  #numbers = h("div", { class: "compare-numbers scroll", tabindex: 0, role: "group", "aria-label": "Numbers of A and B" });
+  #curves = new Drawn(h("div", { class: "compare-curves" }), (width) => this.#along(width));
   #aborting = new AbortController();
-  #shown = null; // {left, right, variation}: each side with its loaded data
-  #cleanups = [];
+  #shown = null; // {sides, variation}: sides A and B, and the total variation of each query, if their tokens are the same
   #offered = ""; // the profiles that were ready when the choosers were drawn
 
   constructor(root, app) {
     this.#app = app;
     this.#root = root;
-    root.append(this.#presets, this.#sides, this.#shares, this.#maps, this.#readout, h("div", { class: "compare-below" }, this.#numbers, this.#curves));
-    this.#cleanups.push(app.onTheme(() => this.#draw()));
-    const watcher = new ResizeObserver(() => this.#along());
-    watcher.observe(this.#curves);
-    this.#cleanups.push(() => watcher.disconnect());
+    root.append(this.#presets, this.#sides, this.#shares, this.#maps, this.#readout, h("div", { class: "compare-below" }, this.#numbers, this.#curves.element));
   }
 
   unmount() {
     this.#aborting.abort();
-    for (const stop of this.#cleanups) stop();
+    this.#curves.close();
+  }
+
+  recolour() {
+    this.#draw();
   }
 
   async update(changed) {
@@ -60,25 +59,17 @@ class Compare {
     this.#aborting.abort();
     this.#aborting = new AbortController();
     const { signal } = this.#aborting;
-    try {
-      const sides = await this.#validSides(signal);
-      if (!sides) return;
-      sides[0].similar = await similarHead(sides[0].source, sides[0].at);
-      if (signal.aborted) return;
-      for (const side of sides) side.view = side.source.page.groups[side.at.group].texts[side.at.text];
-      const [left, right] = sides;
-      this.#shown = { left, right, variation: null };
-      this.#draw();
-      // Load both maps and their curves concurrently.
-      await Promise.all(sides.map(async (side) => {
-        [side.matrix, side.curves] = await Promise.all([matrixOf(side.source, side.at, { signal }), side.source.curves(side.at.group, side.at.text)]);
-      }));
-      if (signal.aborted) return;
-      if (this.#sameTokens() && left.matrix.exact && right.matrix.exact) this.#shown.variation = totalVariation(left.matrix, right.matrix);
-      this.#draw();
-    } catch (error) {
-      if (!signal.aborted) this.#app.trouble(error);
-    }
+    const sides = await this.#validSides(signal);
+    if (!sides) return;
+    sides[0].similar = await similarHead(sides[0].source, sides[0].at);
+    if (signal.aborted) return;
+    this.#shown = { sides, variation: null };
+    this.#draw();
+    await Promise.all(sides.map((side) => side.load(signal)));
+    if (signal.aborted) return;
+    const [a, b] = sides.map(({ matrix }) => matrix);
+    if (this.#sameTokens() && a.exact && b.exact) this.#shown.variation = totalVariation(a, b);
+    this.#draw();
   }
 
   /** Both sides with their profiles; null if the address was corrected, which calls `update` again. */
@@ -109,7 +100,7 @@ class Compare {
       this.#goRight(valid, { replace: true });
       return null;
     }
-    return [{ name: "left", source: left, at: pick(state, PLACE) }, { name: "right", source: right, at: valid }];
+    return [new Side("A", left, pick(state, PLACE)), new Side("B", right, valid)];
   }
 
   #goRight(place, options) {
@@ -117,14 +108,14 @@ class Compare {
   }
 
   #sameTokens() {
-    const { left: { view: a }, right: { view: b } } = this.#shown;
+    const [a, b] = this.#shown.sides.map(({ view }) => view);
     const same = (one, other) => one === other || (one && other && one.length === other.length && one.every((token, index) => token === other[index]));
     return same(a.keys, b.keys) && same(a.queries, b.queries);
   }
 
   #draw() {
     if (!this.#shown) return;
-    const { left, right, variation } = this.#shown, loaded = Boolean(left.matrix && right.matrix);
+    const { sides: [a, b], variation } = this.#shown, loaded = Boolean(a.matrix && b.matrix);
     // Keep the old maps, paler, until the new ones are loaded, so that stepping through heads does not flicker.
     this.#maps.classList.toggle("stale", !loaded);
     const first = !this.#maps.firstChild;
@@ -132,11 +123,11 @@ class Compare {
     const three = this.#root.classList.contains("compare-three");
     this.#offered = this.#ready();
     replace(this.#presets, h("span", {}, "Compare with"), ...this.#offers());
-    replace(this.#sides, this.#side(left), three ? this.#distance(variation) : null, this.#side(right));
+    replace(this.#sides, this.#side(a), three ? this.#distance(variation) : null, this.#side(b));
     this.#drawShares();
     if (loaded || first) this.#drawMaps(three);
     this.#drawNumbers();
-    this.#along();
+    this.#curves.draw();
   }
 
   /** The ids of the profiles that are ready. */
@@ -146,33 +137,31 @@ class Compare {
 
   /** Whether the two maps will have a difference cell by cell. */
   #comparable() {
-    const { n_queries, n_keys } = this.#shown.left.view;
+    const { n_queries, n_keys } = this.#shown.sides[0].view;
     return this.#sameTokens() && Math.max(n_queries, n_keys) <= MAX_EXACT;
   }
 
   // ---- what is compared ----------------------------------------------------------------------------------
 
   #offers() {
-    const { left, right } = this.#shown, { at, source } = left;
-    const group = source.page.groups[at.group], { similar } = left;
+    const { sides: [a, b] } = this.#shown, { at, group, similar } = a;
     const offer = (key, words, place, tip) => h("button", { type: "button", class: "quiet", "data-key": key, "data-tip": tip, onclick: () => this.#goRight(place) }, words);
     const offers = [];
     if (similar) offers.push(offer("similar", `${headName(group, similar.layer, similar.head)}, most similar to A`, { ...at, ...pick(similar, ["layer", "head"]) }, `the head with the most similar map: ${similar.value.toFixed(2)} · ${similarityMeaning(similar.maps)}`));
-    const same = validHead({ ...right.at, ...pick(at, ["layer", "head"]) }, right.source.page).state; // or the nearest that exists
-    if (PLACE.some((key) => same[key] !== at[key])) offers.push(offer("same", `${headName(groupOf(right), same.layer, same.head)}, same head as A`, same, `in the text of ${right.source.name}`));
-    offers.push(h("button", { type: "button", class: "quiet compare-swap", "data-key": "swap", onclick: () => this.#swap(left, right) }, "Swap A and B"));
+    const same = validHead({ ...b.at, ...pick(at, ["layer", "head"]) }, b.page).state; // or the nearest that exists
+    if (PLACE.some((key) => same[key] !== at[key])) offers.push(offer("same", `${headName(b.group, same.layer, same.head)}, same head as A`, same, `in the text of ${b.source.name}`));
+    offers.push(h("button", { type: "button", class: "quiet compare-swap", "data-key": "swap", onclick: () => this.#swap(a, b) }, "Swap A and B"));
     return offers;
   }
 
-  #swap(left, right) {
-    const keys = Object.fromEntries(PLACE.map((key) => [RIGHT[key], left.at[key]]));
-    return this.#app.go({ ...right.at, ...keys });
+  #swap(a, b) {
+    return this.#app.go({ ...b.at, ...Object.fromEntries(PLACE.map((key) => [RIGHT[key], a.at[key]])) });
   }
 
   /** The choosers of a side and the main destination of its weight. */
-  #side({ name, source, at, view }) {
-    const app = this.#app, group = source.page.groups[at.group];
-    const go = (changes) => (name === "left" ? app.go(changes) : this.#goRight({ ...at, ...changes }));
+  #side({ name, source, at, view, group, goesTo }) {
+    const app = this.#app;
+    const go = (changes) => (name === "A" ? app.go(changes) : this.#goRight({ ...at, ...changes }));
     // Another profile may have fewer texts, layers and heads: select the nearest that exist.
     const goSource = async (id) => {
       try {
@@ -184,13 +173,13 @@ class Compare {
     };
     const ready = app.session.sources.filter(({ state }) => state === "ready"), { groups } = source.page;
     const choosers = textChoosers(groups, at.group, at.text, (value) => go(validHead({ ...at, group: value }, source.page).state), (text) => go({ text }), `${name}-`);
-    return h("div", { class: `compare-side compare-${name}`, role: "group", "aria-label": `${LABEL[name]}, the ${name} side` },
+    return h("div", { class: "compare-side", role: "group", "aria-label": `Side ${name}` },
       h("div", { class: "compare-choosers" },
-        h("b", { class: "compare-mark" }, LABEL[name]),
+        markOf(name),
         ready.length > 1 ? chooser("Profile", `${name}-source`, at.source, ready.map((one) => [one.id, one.name]), goSource) : h("strong", { class: "context-name" }, source.name),
         headChooser(group, at.layer, at.head, go, name)),
       choosers.length ? h("div", { class: "compare-choosers" }, choosers) : null,
-      h("p", { class: "goes" }, view.heads.goes_to[rowOf(group, at.layer, at.head)], h("small", {}, lengthWords(view))));
+      h("p", { class: "goes" }, goesTo, h("small", {}, lengthWords(view))));
   }
 
   /** The mean total variation distance of the two heads. */
@@ -198,78 +187,72 @@ class Compare {
     if (!variation) return h("div", { class: "compare-apart" });
     const mean = variation.reduce((sum, one) => sum + one, 0) / variation.length;
     return h("div", { class: "compare-apart" }, h("strong", {}, percent(mean)),
-      h("span", { "data-tip": "Total variation: half the sum of |A − B| over the keys, mean over the queries. Weight that no key receives counts as one additional key." }, "of the weight is on other keys in B"));
+      h("small", { "data-tip": "Total variation: half the sum of |A − B| over the keys, mean over the queries. Weight that no key receives counts as one additional key." }, "of the weight is on other keys in B"));
   }
 
   #drawShares() {
-    const { left, right } = this.#shown;
-    const sides = [left, right].map((side) => {
-      const group = groupOf(side);
-      return { name: side.name, window: group.window, shares: sharesOf(group, side.view, side.at.layer, side.at.head) };
-    });
+    const sides = this.#shown.sides.map(({ name, group, view, layer, head }) => ({ name, window: group.window, shares: sharesOf(group, view, layer, head) }));
     const used = looks.destinations.filter((part) => sides.some(({ shares }) => shares[part.name] > 0.0005));
     const arrow = ({ name }) => sides.map(({ shares }) => percent(shares[name])).join(" | ");
     this.#shares.replaceChildren(
-      ...sides.map(({ name, window, shares }) => h("div", { class: `compare-share compare-${name}` },
-        h("b", { class: "compare-mark" }, LABEL[name]), stack(shares, { window, label: `Destinations of the weight of ${LABEL[name]}` }))),
+      ...sides.map(({ name, window, shares }) => h("div", { class: "compare-share" },
+        markOf(name), stack(shares, { window, label: `Destinations of the weight of ${name}` }))),
       keyOf(used.map((part) => [part.name === "nearby" ? `nearby (±${sides[0].window})` : part.label, destinationColour(part), arrow(part)])));
   }
 
   // ---- maps ----------------------------------------------------------------------------------------------
 
   #drawMaps(three) {
-    const { left, right, variation } = this.#shown;
-    const top = Math.max(...[left, right].map(({ matrix }) => (matrix?.values ? matrix.values.reduce((most, value) => Math.max(most, value), 0) : 0)), 1e-6);
+    const { sides, variation } = this.#shown;
+    const top = Math.max(...sides.map(({ matrix }) => (matrix?.values ? matrix.values.reduce((most, value) => Math.max(most, value), 0) : 0)), 1e-6);
     // One logarithmic scale for both maps, as on the map page: it begins at a fifth of the uniform weight or lower.
-    const scale = { low: Math.min(top / 100, 0.2 / Math.max(left.view.n_keys, right.view.n_keys)), top };
-    this.#readout.textContent = [left, right].some(({ matrix }) => matrix?.values) ? "Point at a cell, or focus a map and use the arrow keys." : "";
-    replace(this.#maps, this.#map(left, scale), variation ? this.#difference() : three ? h("div", { class: "compare-blank" }) : null, this.#map(right, scale));
+    const scale = { low: Math.min(top / 100, 0.2 / Math.max(...sides.map(({ view }) => view.n_keys))), top };
+    this.#readout.textContent = sides.some(({ matrix }) => matrix?.values) ? "Point at a cell, or focus a map and use the arrow keys." : "";
+    replace(this.#maps, this.#map(sides[0], scale), variation ? this.#difference() : three ? h("div", { class: "compare-blank" }) : null, this.#map(sides[1], scale));
   }
 
   #map(side, { low, top }) {
-    const { name, source, at, matrix } = side, title = `${LABEL[name]} · ${headName(groupOf(side), at.layer, at.head)}`;
+    const { name, source, matrix } = side, title = `${name} · ${side.headName}`, { sides: [a, b], variation } = this.#shown;
     if (!matrix) return h("div", { class: "compare-blank", "aria-busy": "true" }, "Computing the map …");
     if (!matrix.values) return h("p", { class: "compare-blank note" }, `There is no map of ${title}. ${matrix.why ?? ""}`);
-    side.canvas = h("canvas", {});
-    paint(side.canvas, matrix.rows, matrix.columns, (row, column) => {
+    side.box = this.#box(matrix, title);
+    paint(side.box.canvas, matrix.rows, matrix.columns, (row, column) => {
       const weight = matrix.values[row * matrix.columns + column];
       return weight > 0 ? Math.max(Math.log(weight / low) / Math.log(top / low), FAINT) : 0;
     });
     const note = matrix.exact ? null : h("small", { "data-tip": "each cell is the largest weight of its block" }, " · pooled");
-    const whose = this.#shown.left.source === this.#shown.right.source ? null : h("small", {}, ` · ${source.name}`);
+    const whose = a.source === b.source ? null : h("small", {}, ` · ${source.name}`);
     return h("figure", { class: "compare-figure" },
-      h("figcaption", {}, h("span", {}, title, note, whose), name === "left" || !this.#shown.variation ? legend({ low: `≤ ${weightWords(low)}`, high: percent(top) }) : null),
-      this.#box(side.canvas, matrix, title));
+      h("figcaption", {}, h("span", {}, title, note, whose), name === "A" || !variation ? legend({ low: `≤ ${weightWords(low)}`, high: percent(top) }) : null),
+      side.box.element);
   }
 
   #difference() {
-    const { left, right } = this.#shown, canvas = h("canvas", {});
-    paintDifference(canvas, left.matrix, right.matrix);
+    const [a, b] = this.#shown.sides.map(({ matrix }) => matrix), box = (this.#shown.difference = this.#box(a, "Difference of A and B"));
+    paintDifference(box.canvas, a, b);
     return h("figure", { class: "compare-figure" },
       h("figcaption", {}, h("span", {}, "Difference"),
         legend({ low: "A more", high: "B more", colourOf: (level) => signedColour(2 * level - 1) })),
-      this.#box(canvas, left.matrix, "Difference of A and B"));
+      box.element);
   }
 
   /** A map whose crosshair is shared by all maps of the same shape. */
-  #box(canvas, matrix, label) {
-    const { rows, columns } = matrix;
+  #box(matrix, label) {
+    const { rows, columns } = matrix, box = new CellMap({ name: "compare-map", rows, columns, label, onmove: (row, column) => this.#point(matrix, row, column) });
     // With more cells than pixels, average them: nearest-neighbour scaling would skip cells.
-    canvas.style.setProperty("image-rendering", columns > SHARP ? "auto" : "pixelated");
-    const box = cellMap({ canvas, rows, columns, label, onmove: (row, column) => this.#point(matrix, row, column) });
-    box.classList.add("compare-map");
+    box.canvas.style.setProperty("image-rendering", columns > SHARP ? "auto" : "pixelated");
     return box;
   }
 
   /** Mark a cell in every map of this shape, and show the weights in it. */
   #point(matrix, row, column) {
-    const { left, right, variation } = this.#shown;
-    if (!left.matrix || !right.matrix) return; // the shown maps are about to be replaced
-    const sides = [left, right].filter(({ matrix: own }) => own === matrix || (variation && own));
-    for (const box of this.#maps.querySelectorAll(".compare-map"))
-      markCell(box, variation || sides.some(({ canvas }) => box.contains(canvas)) ? [row, column] : null, matrix.rows, matrix.columns);
+    const { sides: both, variation, difference } = this.#shown;
+    if (both.some((side) => !side.matrix)) return; // the shown maps are about to be replaced
+    const sides = both.filter(({ matrix: own }) => own === matrix || (variation && own));
+    for (const side of both) side.box?.mark(sides.includes(side) ? [row, column] : null);
+    difference?.mark([row, column]);
     const { view } = sides[0], weights = sides.map(({ matrix: own }) => own.values[row * own.columns + column]);
-    const parts = sides.map(({ name }, index) => `${LABEL[name]} ${weightWords(weights[index])}`);
+    const parts = sides.map(({ name }, index) => `${name} ${weightWords(weights[index])}`);
     if (variation) parts.push(`B − A ${weights[1] < weights[0] ? "−" : "+"}${weightWords(Math.abs(weights[1] - weights[0]))}`);
     this.#readout.replaceChildren(
       "query ", h("b", {}, spanWords(view.queries || view.keys, row, matrix.step.down)), " → key ",
@@ -278,14 +261,11 @@ class Compare {
 
   // ---- numbers and curves --------------------------------------------------------------------------------
 
-  /** [name, label, unit, left, right] of the statistics that both sides have. */
+  /** {name, label, meaning, unit, values: [a, b]} of the statistics that both sides have. */
   #statistics() {
-    const { left, right } = this.#shown, group = groupOf(left), values = [left, right].map((side) => {
-      const row = rowOf(groupOf(side), side.at.layer, side.at.head);
-      return (name) => side.view.heads[name][row];
-    });
-    return statisticsOf(left.view).filter((name) => right.view.heads[name]?.some((x) => x !== null))
-      .map((name) => ({ name, label: labelOf(group, name), meaning: meaningOf(group, name), unit: looks.statistics[name].unit, values: values.map((of) => of(name)) }));
+    const { sides } = this.#shown, [{ group, view }, b] = sides, names = statisticsOf(b.view);
+    return statisticsOf(view).filter((name) => names.includes(name))
+      .map((name) => ({ name, label: labelOf(group, name), meaning: meaningOf(group, name), unit: looks.statistics[name].unit, values: sides.map((side) => side.view.heads[name][side.row]) }));
   }
 
   #drawNumbers() {
@@ -293,37 +273,36 @@ class Compare {
       h("th", { scope: "row", "data-tip": meaning }, label), h("td", {}, written(a, unit)), h("td", {}, written(b, unit)),
       h("td", {}, a === null || b === null ? "–" : signed(b - a, unit))));
     this.#numbers.replaceChildren(h("table", {},
-      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Mean over queries"), ...Object.values(LABEL).map((mark) => h("th", { scope: "col" }, mark)), h("th", { scope: "col" }, "B − A"))),
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Mean over queries"), ["A", "B", "B − A"].map((mark) => h("th", { scope: "col" }, mark)))),
       h("tbody", {}, rows)));
   }
 
-  #along() {
+  #along(width) {
     const shown = this.#shown;
-    if (!shown?.left.curves || !shown.right.curves) return;
-    const width = Math.floor(this.#curves.getBoundingClientRect().width);
-    if (width <= 0) return;
-    const series = (values) => [shown.left, shown.right].map((side) => ({ ...values(side), colour: `var(${side.name === "left" ? "--accent" : "--second"})`, label: LABEL[side.name] })).filter((one) => one.values);
+    if (!shown?.sides.every(({ curves }) => curves)) return null;
+    const series = (values) => shown.sides.map((side) => ({ ...values(side), colour: side.colour, label: side.name })).filter((one) => one.values);
     const parts = [
-      curve({ title: "Received by each key", unit: "%", width, log: true, series: series((side) => ({ values: binPeaks(curveOf(side, "received"), Math.floor(width / 2)), n: side.view.n_keys })) }),
-      curve({ title: "Entropy of each query, nats", unit: "nats", width, series: series((side) => ({ values: curveOf(side, "entropy"), n: side.view.n_queries })) }),
+      curve({ title: "Received by each key", unit: "%", width, log: true, series: series((side) => ({ values: binPeaks(side.curve("received"), Math.floor(width / 2)), n: side.view.n_keys })) }),
+      curve({ title: "Entropy of each query, nats", unit: "nats", width, series: series((side) => ({ values: side.curve("entropy"), n: side.view.n_queries })) }),
     ];
-    if (shown.variation) parts.push(curve({ title: "Total variation between A and B", unit: "%", width, series: [{ values: shown.variation, n: shown.left.view.n_queries, colour: "var(--soft)", label: "A, B" }] }));
-    this.#curves.replaceChildren(...parts);
+    if (shown.variation) parts.push(curve({ title: "Total variation between A and B", unit: "%", width, series: [{ values: shown.variation, n: shown.sides[0].view.n_queries, colour: "var(--soft)", label: "A, B" }] }));
+    return parts;
   }
 
   // ---- export --------------------------------------------------------------------------------------------
 
   picture() {
     const shown = this.#shown;
-    if (!shown?.left.curves || !shown.right.curves) return null;
+    if (!shown?.sides.every(({ curves }) => curves)) return null;
     const statistics = this.#statistics();
-    const goes = [shown.left, shown.right].map((side) => `${LABEL[side.name]}: ${side.view.heads.goes_to[rowOf(groupOf(side), side.at.layer, side.at.head)]}`);
     return {
-      name: comparedName(shown), title: "Two heads compared", note: `${goes.join(" · ")}. Rows are queries, columns are keys.`,
+      name: comparedName(shown), title: "Two heads compared", note: `${shown.sides.map(({ name, goesTo }) => `${name}: ${goesTo}`).join(" · ")}. Rows are queries, columns are keys.`,
       elements: [this.#maps, this.#shares], csv: () => comparedTable(shown, statistics),
     };
   }
 }
+
+const markOf = (name) => h("b", { class: `compare-mark compare-mark-${name}` }, name);
 
 const pick = (object, keys) => Object.fromEntries(keys.map((key) => [key, object[key]]));
 
@@ -335,6 +314,6 @@ function spanWords(tokens, at, step) {
 
 /** A difference with its sign; differences of shares are in percentage points. */
 function signed(value, unit) {
-  const mark = value > 0 ? "+" : value < 0 ? "−" : "±";
-  return `${mark}${unit === "%" ? `${(100 * Math.abs(value)).toFixed(1)}\u00a0points` : written(Math.abs(value), unit)}`;
+  const size = unit === "%" ? `${(100 * Math.abs(value)).toFixed(1)}\u00a0points` : written(Math.abs(value), unit);
+  return `${parseFloat(size) === 0 ? "±" : value > 0 ? "+" : "−"}${size}`; // of what is written, which may be rounded to zero
 }

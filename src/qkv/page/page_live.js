@@ -11,10 +11,6 @@ import { cancel, later } from "./state.js";
 
 const PAUSE = 250; // milliseconds after the last key before the text is sent
 const SLIDER_PAUSE = 60; // milliseconds after the last move of a slider before a request is sent
-const MAX_IN_ADDRESS = 500; // characters: a longer text is left out of the address
-
-// {prompt, text, ids} when the user left the page, because the address may not hold all of it.
-let lastText = null;
 
 /** Keys of its state: `prompt`, `edits` (see `codeOf`), `at` ("layer.head"), `heat` (sampling temperature). */
 export const mount = (root, app) => new LivePage(root, app);
@@ -22,11 +18,9 @@ export const mount = (root, app) => new LivePage(root, app);
 class LivePage {
   #app;
   #live; // description of the model in the session
-  #written; // the text in the address
   #answer = null;
   #request = null; // AbortController of the pending request
   #timer = null;
-  #stopTheme;
   #writing;
   #heads;
   #tokens = new LiveTokens();
@@ -49,7 +43,6 @@ class LivePage {
       onedit: (change) => this.#edited(change),
     });
     this.#build(root);
-    this.#stopTheme = app.onTheme(() => this.#draw());
   }
 
   #build(root) {
@@ -75,15 +68,13 @@ class LivePage {
   }
 
   update(changed) {
-    const { state } = this.#app, writing = this.#writing, heads = this.#heads, first = writing.text === null;
-    const prompt = state.prompt === undefined ? undefined : String(state.prompt), edits = String(state.edits ?? "");
-    let outdated = first, kept = null;
-    if (first || prompt !== this.#written) {
-      kept = first && lastText?.prompt === prompt ? lastText : null;
+    const { state } = this.#app, writing = this.#writing, heads = this.#heads;
+    const text = String(state.prompt ?? this.#live.example), edits = String(state.edits ?? "");
+    let outdated = false;
+    if (writing.text === null || (changed.has("prompt") && text !== writing.text)) {
       writing.halt();
-      this.#written = prompt;
-      writing.set(kept?.text ?? prompt ?? this.#live.example, kept?.ids ?? null);
-      this.#parts.text.value = writing.text;
+      writing.set(text);
+      this.#parts.text.value = text;
       outdated = true;
     }
     if (edits !== heads.code) {
@@ -98,15 +89,20 @@ class LivePage {
     else if (changed.has("source") || changed.has("session")) this.#draw();
     writing.draw();
     heads.drawSetting();
-    // The text was typed so shortly before the user left the page that the address does not hold it yet.
-    if (kept && kept.text.length <= MAX_IN_ADDRESS && kept.text !== (prompt ?? this.#live.example)) queueMicrotask(() => this.#writeAddress());
+  }
+
+  /** Keys of its state that the address does not hold yet. */
+  unwritten() {
+    return { prompt: this.#writing.text };
+  }
+
+  recolour() {
+    this.#draw();
   }
 
   unmount() {
-    lastText = { prompt: this.#written, text: this.#writing.text, ids: this.#writing.ids };
     this.#writing.halt();
     this.#cancel();
-    this.#stopTheme();
   }
 
   // --- requests -----------------------------------------------------------------------------------------------------
@@ -188,8 +184,7 @@ class LivePage {
   /** Write the state into the address. */
   #writeAddress() {
     const { text, temperature } = this.#writing, { code, shown } = this.#heads;
-    this.#written = text.length <= MAX_IN_ADDRESS ? text : undefined;
-    this.#app.go({ prompt: this.#written ?? null, edits: code || null, at: shown, heat: temperature === 1 ? null : temperature }, { replace: true });
+    this.#app.go({ prompt: text, edits: code || null, at: shown, heat: temperature === 1 ? null : temperature }, { replace: true });
   }
 
   // --- drawing ------------------------------------------------------------------------------------------------------

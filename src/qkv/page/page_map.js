@@ -1,5 +1,7 @@
 // Map: the attention weights of one head, query by key, at any zoom, with a readout and controls.
 
+import { TEXT } from "./address.js";
+import { failure } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { HeadMap } from "./head_map.js";
 import { headTitle } from "./heads.js";
@@ -11,7 +13,7 @@ import { cancel, later } from "./state.js";
 import { Pyramid } from "./tiles.js";
 
 const REST = 400; // milliseconds without motion before the view is written into the address
-const VIEW = ["x", "y", "z"], PIN = ["cq", "ck"]; // keys of the address
+const VIEW = ["x", "y", "z"], PIN = ["cq", "ck"]; // keys of the address, as in PAGES
 
 class MapPage {
   constructor(root, app) {
@@ -26,13 +28,12 @@ class MapPage {
       onpin: (point) => app.go(point ? { cq: point.query, ck: point.key } : { cq: null, ck: null }, { replace: true }),
       onset: ({ pool, scale }) => app.go(pool ? { pool: pool === "max" ? null : pool } : { scale: scale === "log" ? null : scale }, { replace: true }),
       ondraw: () => this.overview.draw(),
-      announce: (text) => app.announce(text),
+      announce: (text, after) => app.announce(text, after),
       ontrouble: (error) => app.trouble(error),
     });
     this.map = this.large.map;
     this.overview = new MapOverview(this.map);
     this.build(root);
-    this.stopTheme = app.onTheme(() => this.large.recolour());
   }
 
   build(root) {
@@ -47,7 +48,7 @@ class MapPage {
     root.append(h("div", { class: "map-page" }, stage,
       h("aside", { class: "map-side", "aria-label": "Readout and settings" },
         readout, this.pinned,
-        h("details", { class: "map-more", open: wide }, h("summary", {}, "Colour, pooling, overview, jump"),
+        this.more = h("details", { class: "map-more", open: wide }, h("summary", {}, "Colour, pooling, overview, jump"),
           controls, note,
           h("figure", { class: "map-overview-box" }, h("figcaption", {}, "The whole map", h("small", {}, " · framed: this view")), this.overview.element),
           jump))));
@@ -71,20 +72,9 @@ class MapPage {
   }
 
   async update(changed) {
-    const { source, group, text } = this.app.state, textOf = `${source}/${group}/${text}`, otherText = textOf !== this.textOf;
     const has = (keys) => keys.some((key) => changed.has(key));
-    if (this.textOf !== undefined && otherText) {
-      // Drop positions of the previous text, unless the address contains new ones.
-      const stale = [VIEW, PIN].filter((keys) => !has(keys)).flat().filter((key) => this.app.state[key] !== undefined);
-      if (stale.length) {
-        this.textOf = textOf;
-        this.app.go(Object.fromEntries(stale.map((key) => [key, null])), { replace: true });
-        return;
-      }
-    }
-    this.textOf = textOf;
-    if (`${textOf}/${this.place}` !== this.loaded) {
-      this.useAddress ||= has(VIEW) || !this.map.content || otherText; // otherwise keep the current view
+    if (`${this.app.state.source}/${this.place}` !== this.loaded) {
+      this.useAddress ||= has(VIEW) || has(TEXT) || !this.map.content; // otherwise keep the current view
       await this.load();
     } else if (this.map.content) {
       if (has(["pool", "scale"])) this.large.set({ pool: this.pool, scale: this.scale });
@@ -105,7 +95,7 @@ class MapPage {
 
   async load() {
     const load = ++this.loads, place = this.place;
-    this.loaded = `${this.textOf}/${place}`;
+    this.loaded = `${this.app.state.source}/${place}`;
     this.large.canvas.classList.add("stale"); // until the new head is loaded
     try {
       const source = await this.app.source(), shape = await source.map(...place);
@@ -121,9 +111,9 @@ class MapPage {
     this.head = null;
     this.large.clear("The map of this head could not be loaded.");
     this.large.canvas.classList.remove("stale");
-    this.overview.clear();
+    this.overview.show();
     this.why.hidden = false;
-    this.why.replaceChildren(h("p", {}, error.message), h("button", { type: "button", class: "quiet", onclick: () => this.load() }, "Try again"));
+    this.why.replaceChildren(...failure(error, () => this.load()));
     replace(this.pinned);
   }
 
@@ -147,6 +137,7 @@ class MapPage {
     this.head = { source, place, shape, title: `${source.name} · ${name}: attention weights`, name: `map-L${page.layers[layer]}-H${page.heads[head]}` };
     this.large.canvas.classList.remove("stale");
     this.why.hidden = shape.kind !== "none"; // for a small map, the reason is shown below the settings
+    this.more.hidden = shape.kind === "none";
     this.why.textContent = shape.why ?? "";
     this.query.max = shape.n_queries - 1;
     this.key.max = shape.n_keys - 1;
@@ -154,7 +145,6 @@ class MapPage {
       cancel(this.rest); // following the address is no motion by the user
       this.entry = { ...this.map.view };
     }
-    this.overview.fit();
     this.repin();
   }
 
@@ -228,11 +218,14 @@ class MapPage {
     };
   }
 
+  recolour() {
+    this.large.recolour();
+  }
+
   unmount() {
     this.loads++;
     cancel(this.rest);
     this.large.close();
-    this.stopTheme();
   }
 }
 

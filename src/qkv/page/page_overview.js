@@ -1,11 +1,11 @@
 // Overview: the main findings, the grid of all heads, and the card of the selected head.
 
+import { TEXT } from "./address.js";
 import { looks } from "./colour.js";
 import { h, replace } from "./dom.js";
-import { findingTiles } from "./findings.js";
+import { findingTiles, joined } from "./findings.js";
 import { csvOf } from "./export.js";
-import { KIND, allHeads, HeadCurves, headCard, headName, headTitle, labelOf, markHead, mostSimilar, rowOf, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
-import { short } from "./numbers.js";
+import { KIND, allHeads, factsOf, HeadCurves, headCard, headName, headTitle, labelOf, markHead, mostSimilar, rowOf, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
 
 const SIMILAR = 3; // heads that the card names
 
@@ -21,33 +21,30 @@ class Overview {
   #card = h("article", { class: "card overview-card", "aria-label": "Selected head" });
   #similar = h("p", { class: "overview-similar" });
   #curves = new HeadCurves("overview-curves");
-  #stopTheme;
-  #drawings = 0; // counts drawings of the curves, so that a slow one cannot replace a later one
+  #selections = 0; // counts selections, so that a slow one cannot replace a later one
 
   constructor(root, app) {
     this.#app = app;
     root.append(this.#head,
       h("div", { class: "overview-split" }, h("div", {}, this.#controls, this.#grid, this.#layers), this.#card),
       this.#curves.element);
-    this.#stopTheme = app.onTheme(() => this.update(new Set(["source"])));
   }
 
   unmount() {
-    this.#stopTheme();
     this.#curves.close();
   }
 
-  update(changed) {
+  recolour() {
+    this.update(new Set(["source"]));
+  }
+
+  async update(changed) {
     if (this.#corrected()) return; // which calls update again
-    if (["page", "source", "group", "text"].some((key) => changed.has(key))) {
-      this.#found();
-      this.#heads();
-      this.#selected();
-    } else if (changed.has("statistic")) this.#heads();
-    if (changed.has("layer") || changed.has("head")) {
-      markHead(this.#grid, this.#app.state.layer, this.#app.state.head);
-      this.#selected();
-    }
+    const { layer, head } = this.#app.state, has = (...keys) => keys.some((key) => changed.has(key)), other = has("page", ...TEXT), moved = has("layer", "head");
+    if (other) this.#found();
+    if (other || has("statistic")) this.#heads();
+    else if (moved) markHead(this.#grid, layer, head);
+    if (other || moved) await this.#selected();
   }
 
   /** Remove an unknown statistic from the address, with a note; returns whether there was one. */
@@ -76,16 +73,10 @@ class Overview {
   // ---- main findings --------------------------------------------------------------------------------------
 
   #found() {
-    const view = this.#view, group = this.#group, { attrs } = this.#page;
-    const facts = [
-      sizeWords(group),
-      `${group.causal ? "causal" : view.queries ? "cross" : "bidirectional"} attention`,
-      attrs.parameters && `${short(attrs.parameters)} parameters`,
-      attrs.dtype,
-      attrs.seconds && `measured in ${attrs.seconds.toFixed(attrs.seconds < 10 ? 2 : 0)} s`,
-    ];
+    const view = this.#view, group = this.#group, { attention, parameters, dtype, "measured in": time } = factsOf(this.#page, group, view);
+    const facts = [sizeWords(group), `${attention} attention`, parameters && `${parameters} parameters`, dtype, time && `measured in ${time}`];
     this.#head.replaceChildren(
-      h("p", { class: "overview-headline" }, tied(view.headline)),
+      h("p", { class: "overview-headline" }, joined(view.headline)),
       h("p", { class: "overview-facts" }, facts.filter(Boolean).join(" · ")),
       h("div", { class: "overview-tiles" }, h("ul", { class: "tiles" }, findingTiles(view.findings, (layer, head) =>
         this.#app.go({ page: "map", layer: group.layers.indexOf(layer), head: group.heads.indexOf(head) }), { folded: true }))));
@@ -106,41 +97,31 @@ class Overview {
 
   // ---- the selected head ---------------------------------------------------------------------------------
 
-  #selected() {
-    const { layer, head } = this.#app.state, group = this.#group, view = this.#view;
-    replace(this.#card, ...headCard({ group, view, layer, head }), this.#similar);
-    this.#along();
-    this.#findSimilar();
+  /** Show the selected head: its card at once, then its curves, and links to the heads whose maps are most like its own. */
+  async #selected() {
+    const app = this.#app, source = app.opened(), selection = ++this.#selections, { group: g, text, layer, head } = app.state, shown = source.at(g, text, layer, head);
+    this.#similar.replaceChildren();
+    replace(this.#card, ...headCard(shown), this.#similar);
+    const curves = async () => {
+      const loaded = await source.head(g, text, layer, head);
+      if (selection === this.#selections) this.#curves.show(loaded);
+    };
+    const similar = async () => {
+      const { maps, values } = await source.similar(g, text, layer, head);
+      if (selection === this.#selections) this.#similar.replaceChildren(...this.#links(shown.group, maps, mostSimilar(shown.group, { layer, head }, values, SIMILAR)));
+    };
+    await Promise.all([curves(), similar()]);
   }
 
-  /** Links that compare the selected head with the heads whose maps are most like its own. */
-  async #findSimilar() {
-    const app = this.#app, { source, group: g, text, layer, head } = app.state, group = this.#group, box = this.#similar;
-    const stale = () => ["source", "group", "text", "layer", "head"].some((key) => app.state[key] !== { source, group: g, text, layer, head }[key]);
-    box.replaceChildren();
-    try {
-      const { maps, values } = await app.opened().similar(g, text, layer, head);
-      if (stale()) return;
-      const found = mostSimilar(group, { layer, head }, values, SIMILAR);
-      const compared = (other) => ({ page: "compare", bsource: source, bgroup: g, btext: text, blayer: other.layer, bhead: other.head });
-      box.replaceChildren(...(found.length === 0 ? [] : [
-        h("span", { "data-tip": similarityMeaning(maps) }, "Similar maps"),
-        ...found.map((other, k) => h("a", { href: app.address(compared(other)), "data-key": k ? `to-compare-${k}` : "to-compare", "data-tip": `Compare with ${headTitle(group, other.layer, other.head)}` },
-          headName(group, other.layer, other.head), h("small", {}, other.value.toFixed(2)))),
-      ]));
-    } catch (error) {
-      if (!stale()) app.trouble(error);
-    }
-  }
-
-  async #along() {
-    const app = this.#app, drawing = ++this.#drawings, { group: g, text, layer, head } = app.state, group = this.#group, view = this.#view;
-    try {
-      const curves = await app.opened().curves(g, text);
-      if (drawing === this.#drawings) this.#curves.show({ group, view, curves, layer, head });
-    } catch (error) {
-      app.trouble(error);
-    }
+  /** Links that compare the selected head with those in `found`. */
+  #links(group, maps, found) {
+    const { source, group: g, text } = this.#app.state, compared = { page: "compare", bsource: source, bgroup: g, btext: text };
+    return found.length === 0 ? [] : [
+      h("span", { "data-tip": similarityMeaning(maps) }, "Similar maps"),
+      ...found.map(({ layer, head, value }, k) => h("a", {
+        href: this.#app.address({ ...compared, blayer: layer, bhead: head }), "data-key": k ? `to-compare-${k}` : "to-compare", "data-tip": `Compare with ${headTitle(group, layer, head)}`,
+      }, headName(group, layer, head), h("small", {}, value.toFixed(2)))),
+    ];
   }
 
   // ---- export --------------------------------------------------------------------------------------------
@@ -163,5 +144,3 @@ class Overview {
       })));
   }
 }
-
-const tied = (text) => text.replace(/ (%|× |· (?=H\d))/g, (_, mark) => `\u00a0${mark.trim()}${mark === "%" ? "" : "\u00a0"}`); // no line break inside a figure

@@ -2,6 +2,7 @@
 
 import { sameSize, firstTokenWeight, sinkFigures } from "./sinks.js";
 import { csvOf } from "./export.js";
+import { selectFrom } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { sizeWords } from "./heads.js";
 
@@ -19,9 +20,8 @@ export function mount(root, app) {
   /** A chooser of the source to compare with, and buttons for interventions. */
   function drawControls() {
     const { source, after } = app.state, here = entryOf(source), others = app.session.sources.filter(({ id }) => id !== source);
-    const chooser = h("label", {}, "Compare with ", h("select", { "data-key": "after", disabled: !others.length, onchange: (event) => app.go({ after: event.target.value === "" ? null : Number(event.target.value) }) },
-      h("option", { value: "" }, others.length ? "nothing" : "no other profile yet"),
-      others.map(({ id, name, state }) => h("option", { value: id, selected: id === after }, state === "running" ? `${name} (running)` : state === "failed" ? `${name} (failed)` : name))));
+    const profiles = [[null, others.length ? "nothing" : "no other profile yet"], ...others.map(({ id, name, state }) => [id, state === "ready" ? name : `${name} (${state})`])];
+    const chooser = h("label", {}, "Compare with ", selectFrom("after", after, profiles, (id) => app.go({ after: id }), { disabled: !others.length }));
     const interventions = here?.kind === "model"
       ? h("div", { class: "sinks-interventions", role: "group", "aria-label": "Try an intervention" }, h("span", {}, "Try an intervention"),
         INTERVENTIONS.map(([normalizer, word]) => h("button", { type: "button", class: "quiet", "data-key": normalizer, onclick: () => intervene(normalizer) }, word)),

@@ -1,6 +1,6 @@
 // Text: tokens as running text, the weights of a token in both directions, and paths through the layers.
 
-import { choice, legend } from "./charts.js";
+import { choice, failure, legend } from "./charts.js";
 import { h, replace } from "./dom.js";
 import { headName } from "./heads.js";
 import { integer, named, weightWords } from "./numbers.js";
@@ -13,15 +13,15 @@ import { TokenFlow } from "./token_flow.js";
 const DEBOUNCE = 60; // milliseconds that the pointer rests before the weights of its token are requested
 const SPOKEN_AFTER = 500; // milliseconds after the last key before a screen reader announces the token
 
+// Words of the address: a pinned token, and a step of the path.
+const pinWord = ({ side, at }) => `${side === "key" ? "k" : ""}${at}`, stepWord = ({ layer, head, at }) => `${layer}.${head}.${at}`;
+
 const OF = { head: "this head", layer: "its layer", model: "all layers" };
 
 class TextPage {
   constructor(root, app) {
     Object.assign(this, { app, root, loaded: "", loads: 0, weights: null, hovered: null, current: null, flows: {} });
     this.build();
-    this.stopTheme = app.onTheme(() => this.redraw());
-    this.sizes = new ResizeObserver(() => this.strips());
-    this.sizes.observe(this.box);
   }
 
   build() {
@@ -68,14 +68,8 @@ class TextPage {
   get shown() { return this.hovered ? [this.hovered] : this.current ? [this.current] : this.pinned; }
 
   async update(changed) {
-    const { source, group, text } = this.app.state, textOf = `${source}/${group}/${text}`;
-    if (this.textOf !== undefined && this.textOf !== textOf && this.app.state.pins !== undefined && !changed.has("pins")) {
-      this.textOf = textOf; // positions of the previous text are meaningless in this one
-      this.app.go({ pins: null, trail: null }, { replace: true });
-      return;
-    }
-    this.textOf = textOf;
-    const wanted = [textOf, this.app.state.layer, this.app.state.head, this.of].join("/");
+    const { source, group, text, layer, head } = this.app.state, textOf = `${source}/${group}/${text}`;
+    const wanted = [textOf, layer, head, this.of].join("/");
     if (wanted !== this.loaded) await this.load(wanted, textOf);
     else if (this.weights && ["pins", "trail"].some((key) => changed.has(key))) this.repin(changed.has("pins"));
   }
@@ -109,8 +103,7 @@ class TextPage {
     this.links.clear();
     this.box.classList.remove("stale");
     for (const part of [this.key, this.trail, this.pins, this.panel]) part.replaceChildren();
-    this.box.replaceChildren(h("div", { class: "text-failed", role: "status" }, h("p", {}, error.message),
-      h("button", { type: "button", class: "quiet", onclick: () => this.load(wanted, textOf) }, "Try again")));
+    this.box.replaceChildren(h("div", { class: "text-failed", role: "status" }, failure(error, () => this.load(wanted, textOf))));
   }
 
   makeFlows(textOf) {
@@ -126,7 +119,7 @@ class TextPage {
         onchoose: (at) => this.togglePin({ side, at }),
         oncurrent: (at) => this.select({ side, at }),
         onescape: () => this.clear(),
-        onscroll: () => this.strips(),
+        onscroll: () => strip.scrolled(),
       });
       const strip = new TextStrip(flow);
       this.flows[side] = { flow, strip };
@@ -175,7 +168,10 @@ class TextPage {
       if (request.signal.aborted || weights !== this.weights) return;
     }
     this.redraw();
-    this.announce();
+    const words = this.unspoken && this.active && tokenSentence(this.active, this.weights);
+    if (!words) return;
+    this.unspoken = false;
+    this.app.announce(words, SPOKEN_AFTER);
   }
 
   // ---- selecting ----
@@ -191,28 +187,16 @@ class TextPage {
   select(token) {
     this.hovered = null;
     this.current = token;
-    this.announcePending = false;
+    this.unspoken = true; // its weights are loaded first
     this.refresh(DEBOUNCE);
-    clearTimeout(this.speak);
-    this.speak = setTimeout(() => { this.announcePending = true; this.announce(); }, SPOKEN_AFTER);
-  }
-
-  /** Have a screen reader announce the current token, as soon as its weights are loaded. */
-  announce() {
-    const words = this.announcePending && this.active && tokenSentence(this.active, this.weights);
-    if (!words) return;
-    this.announcePending = false;
-    this.app.announce(words);
   }
 
   /** Pin or unpin a token. */
   togglePin(token) {
-    const word = `${token.side === "key" && this.weights.crossed ? "k" : ""}${token.at}`, words = this.pinWords(), had = words.includes(word);
+    const word = pinWord(token), words = this.pinned.map(pinWord), had = words.includes(word);
     this.current = null;
     this.app.go({ pins: (had ? words.filter((other) => other !== word) : [...words, word]).join(",") || null, ...(had || !this.path.length ? {} : { trail: null }) });
   }
-
-  pinWords() { return this.pinned.map(({ side, at }) => `${side === "key" ? "k" : ""}${at}`); }
 
   clear() {
     this.hovered = this.current = null;
@@ -230,7 +214,7 @@ class TextPage {
   }
 
   follow(layer, head, at, to) {
-    const trail = [...this.path.map((step) => `${step.layer}.${step.head}.${step.at}`), `${layer}.${head}.${at}`].join(",");
+    const trail = [...this.path, { layer, head, at }].map(stepWord).join(",");
     this.hovered = this.current = null;
     this.links.layer = null;
     this.app.go({ layer: layer - 1, head, pins: String(to), trail });
@@ -244,7 +228,7 @@ class TextPage {
       flow.reveal(last.at);
     }
     replace(this.trail, ...this.path.flatMap((step, index) => [
-      h("button", { type: "button", class: "text-step", "data-key": `step-${index}`, onclick: () => this.back(index) },
+      h("button", { type: "button", class: "link", "data-key": `step-${index}`, onclick: () => this.back(index) },
         `${headName(group, step.layer, step.head)} `, h("bdi", {}, `“${named(weights.queries[step.at])}”`)),
       h("span", { "aria-hidden": "true" }, "→"),
     ]), this.path.length && last ? h("b", {}, `L${group.layers[weights.at.layer]} `, h("bdi", {}, `“${named(weights.tokensOf(last.side)[last.at])}”`)) : null);
@@ -259,7 +243,7 @@ class TextPage {
     const { layer, head, at } = this.path[index];
     this.hovered = this.current = null;
     this.links.layer = null;
-    this.app.go({ layer, head, pins: String(at), trail: this.path.slice(0, index).map((step) => `${step.layer}.${step.head}.${step.at}`).join(",") || null });
+    this.app.go({ layer, head, pins: String(at), trail: this.path.slice(0, index).map(stepWord).join(",") || null });
   }
 
   // ---- shades ----
@@ -284,16 +268,11 @@ class TextPage {
     this.pinSet = new Set(this.pinned.map(({ side, at }) => `${side}/${at}`));
     this.box.classList.remove("stale");
     this.repaint();
-    this.strips();
-    this.keys();
-    this.about();
-  }
-
-  strips() {
-    if (!this.weights || !this.tones) return;
     const { crossed } = this.weights;
     for (const [side, { strip }] of Object.entries(this.flows))
-      strip.draw(stripColumns({ received: this.shares, selected: this.shades, tones: this.tones, asKeys: !crossed || side === "key", asQueries: !crossed || side === "query" }), this.tones);
+      strip.draw(stripColumns({ received: this.shares, selected: this.shades, tones: this.tones, asKeys: !crossed || side === "key", asQueries: !crossed || side === "query" }));
+    this.keys();
+    this.about();
   }
 
   // ---- legend and panel ----
@@ -338,14 +317,15 @@ class TextPage {
     };
   }
 
+  recolour() {
+    this.redraw();
+  }
+
   unmount() {
     this.loads++;
     cancel(this.timer);
-    clearTimeout(this.speak);
     this.request?.abort();
-    this.sizes.disconnect();
     this.closeFlows();
-    this.stopTheme();
   }
 }
 

@@ -1,11 +1,11 @@
 // The text of a profile, shaded by the attention that each token receives, or by the weights of one query.
 
-import { choice, legend, paint } from "./charts.js";
+import { choice, legend, Miniature, paint, selectFrom } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { rowOfCurve } from "./data.js";
 import { h, replace } from "./dom.js";
-import { headName, rowOf } from "./heads.js";
-import { binPeaks, integer, named, percent, spread } from "./numbers.js";
+import { headName } from "./heads.js";
+import { binPeaks, integer, logarithmicRange, named, percent, spread } from "./numbers.js";
 import { nextFrame } from "./state.js";
 import { TokenFlow } from "./token_flow.js";
 
@@ -14,8 +14,7 @@ const TALL = 600; // pixels, the largest height of the text, which scrolls
 
 /** The levels from 0 to 1 at which values are shown, on a logarithmic scale without the lowest `part`, and its ends. */
 function logarithmic(values, part) {
-  const positive = Array.from(values).filter((x) => x > 0).sort((a, b) => a - b);
-  const high = positive.at(-1) || 1, low = Math.min(positive[Math.floor(positive.length * part)] || high / 8, high / 8);
+  const { low, high } = logarithmicRange(values, part);
   return { low, high, level: (x) => (x <= 0 ? 0 : Math.log(Math.max(x, low) / low) / Math.log(high / low)) };
 }
 
@@ -31,10 +30,7 @@ export class Reading {
     this.element = h("div", { class: "reading" }, this.controls, this.strip, this.asker, this.readout);
   }
 
-  /**
-   * Show a text: {group, view, curves, layer, head, line}. line(query): a promise of the weights of a query of this head on
-   * all keys; null if they are not known. The controls are in `element`, the text is in `pane`.
-   */
+  /** Show a head of `PageData.head`. The controls are in `element`, the text is in `pane`. */
   async show(shown) {
     const other = this.shown?.view !== shown.view;
     this.shown = shown;
@@ -50,9 +46,9 @@ export class Reading {
   }
 
   async update() {
-    const load = ++this.loads, { view, curves, line } = this.shown, queries = view.queries || view.keys;
-    if (!line || this.query >= queries.length) this.query = null;
-    const values = this.query === null ? this.received(curves) : await line(this.query);
+    const load = ++this.loads, { view, curves, maps, row } = this.shown, queries = view.queries || view.keys;
+    if (!this.exact || this.query >= queries.length) this.query = null;
+    const values = this.query === null ? this.received(curves) : await maps.line(row, this.query);
     if (load !== this.loads) return;
     this.values = values;
     this.scale = logarithmic(values, 0.1);
@@ -60,22 +56,27 @@ export class Reading {
     this.flow?.repaint();
   }
 
+  /** Whether the weights of single queries are known. */
+  get exact() {
+    return Boolean(this.shown.maps?.exact);
+  }
+
   /** The share that every token receives from the selected source. */
   received(curves) {
-    const { view, layer, group, head } = this.shown;
+    const { view, layer, row } = this.shown;
     if (this.source === "all") return curves.mean.values;
     if (this.source === "layer") return rowOfCurve(curves.layers, layer);
-    return spread(rowOfCurve(curves.received, rowOf(group, layer, head)), view.n_keys);
+    return spread(rowOfCurve(curves.received, row), view.n_keys);
   }
 
   draw() {
-    const { group, view, curves, layer, head, line } = this.shown, { low, high } = this.scale;
+    const { group, view, curves, layer, head } = this.shown, { low, high } = this.scale;
     const sources = [["all", "All heads"], ["layer", `Layer ${group.layers[layer]}`], ["head", headName(group, layer, head)]];
     replace(this.controls,
       choice("Shade by attention received from", sources, this.source, (source) => { this.source = source; this.choose(null); }),
       legend({ low: percent(low), high: percent(high), note: "share, logarithmic" }));
     replace(this.strip, this.layers(curves, view, group));
-    replace(this.asker, view.queries && line ? this.queries(view.queries) : null);
+    replace(this.asker, view.queries && this.exact ? this.queries(view.queries) : null);
     this.readout.textContent = this.hint();
   }
 
@@ -85,9 +86,9 @@ export class Reading {
   }
 
   hint() {
-    const { group, view, layer, head, line } = this.shown;
+    const { group, view, layer, head } = this.shown;
     if (this.query !== null) return `Shaded: the weights of the query “${named((view.queries || view.keys)[this.query])}” (position ${integer(this.query)}) in ${headName(group, layer, head)}. Select it again to go back.`;
-    if (line && !view.queries) return `Select a token to see its attention weights in ${headName(group, layer, head)}.`;
+    if (this.exact && !view.queries) return `Select a token to see its attention weights in ${headName(group, layer, head)}.`;
     if (this.source === "head" && view.bins.received < view.n_keys) return `Stored as ${integer(view.bins.received)} means of ${(view.n_keys / view.bins.received).toFixed(1)} tokens for single heads.`;
     return "Point at a token for its share.";
   }
@@ -107,7 +108,7 @@ export class Reading {
       look: (at) => { const colour = ramp(this.scale.level(this.values[at])); return { background: css(colour), ink: inkOn(colour), line: "" }; },
       kind: (at) => (at === this.query && !this.shown.view.queries ? "pinned" : ""),
       onhover: (at) => this.point(at),
-      onchoose: (at) => { if (this.shown.line && !this.shown.view.queries) this.choose(this.query === at ? null : at); },
+      onchoose: (at) => { if (this.exact && !this.shown.view.queries) this.choose(this.query === at ? null : at); },
       oncurrent: (at) => this.point(at),
       onescape: () => this.choose(null),
       onscroll: () => this.drawn(),
@@ -125,35 +126,29 @@ export class Reading {
 
   /** For cross-attention: choose the query whose weights shade the keys. */
   queries(tokens) {
-    return h("label", { class: "asker" }, "Query ", h("select", { "data-key": "asker", onchange: (event) => this.choose(event.target.value === "" ? null : +event.target.value) },
-      h("option", { value: "" }, "all queries"),
-      tokens.map((token, at) => h("option", { value: at, selected: at === this.query }, `${at} ${named(token)}`))));
+    return h("label", { class: "asker" }, "Query ", selectFrom("asker", this.query, [[null, "all queries"], ...tokens.map((token, at) => [at, `${at} ${named(token)}`])], (at) => this.choose(at)));
   }
 
   /** The attention received in each layer along the whole text; a click scrolls the text there. */
   layers(curves, view, { layers }) {
     const n = view.n_keys, rows = layers.map((_, l) => binPeaks(rowOfCurve(curves.layers, l), STRIP));
     const { level } = logarithmic(rows.flatMap((row) => Array.from(row)), 0.05);
-    const canvas = h("canvas", { role: "img", "aria-label": "Received attention by layer and position" });
+    const canvas = h("canvas", {});
     paint(canvas, layers.length, rows[0].length, (l, b) => level(rows[l][b]));
     canvas.style.height = `${Math.min(Math.max(layers.length * 9, 54), 200)}px`;
-    this.window = h("i", { class: "frame", hidden: true });
-    const box = h("div", { class: "strip-box", onclick: (event) => {
-      const bounds = canvas.getBoundingClientRect(), at = Math.floor(((event.clientX - bounds.left) / bounds.width) * n);
-      this.flow.reveal(Math.min(Math.max(at, 0), n - 1));
-    } }, canvas, this.window);
+    this.whole = new Miniature({ name: "layers-strip", label: "Received attention by layer and position", ongo: (x) => this.flow.reveal(Math.floor(x * n)) });
+    this.whole.show(canvas);
     this.frame();
     return h("figure", { class: "strip" },
       h("figcaption", {}, h("span", {}, "The whole text, layer by layer"), h("small", {}, `rows: layer ${layers[0]} (top) to ${layers.at(-1)} · columns: positions 0 to ${integer(n - 1)}${n > STRIP ? ", the largest share in each" : ""} · click to go there`)),
-      box);
+      this.whole.element);
   }
 
   /** Mark the visible part of the text on the strip. */
   frame() {
-    if (!this.window || !this.flow?.width) return;
+    if (!this.whole || !this.flow?.width) return;
     const [first, last] = this.flow.view, n = this.shown.view.n_keys;
-    this.window.hidden = last - first + 1 >= n;
-    Object.assign(this.window.style, { left: `${(100 * first) / n}%`, width: `${(100 * (last - first + 1)) / n}%` });
+    this.whole.mark({ left: first / n, right: (last + 1) / n });
   }
 
   recolour() {

@@ -1,15 +1,15 @@
 // The report: its state, and one function per part of the page. All data is in the HTML file.
 
 import { integer, percent, short, written } from "./numbers.js";
-import { isDark, looks, useLooks } from "./colour.js";
-import { HeadCurves, KIND, allHeads, headCard, headName, headTitle, labelOf, markHead, meaningOf, rowOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
+import { looks, themeButton, useLooks } from "./colour.js";
+import { HeadCurves, KIND, allHeads, factsOf, headCard, headName, headTitle, labelOf, markHead, meaningOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
-import { findingTiles } from "./findings.js";
+import { findingTiles, joined } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
 import { sinkFigures } from "./sinks.js";
 import { announceState, begin, counted } from "./state.js";
-import { PageData } from "./stored_maps.js";
+import { PageData } from "./data.js";
 
 const $ = (id) => document.getElementById(id);
 const PAGE = JSON.parse($("page").textContent);
@@ -18,11 +18,8 @@ useLooks(PAGE);
 const state = { group: PAGE.main, text: 0, statistic: "sink", layer: 0, head: 0, sort: "target_share", descending: true, all: false };
 const group = () => PAGE.groups[state.group];
 const view = () => group().texts[state.text];
-const place = () => `${state.group}-${state.text}`;
-const row = () => rowOf(group(), state.layer, state.head);
 
 const data = new PageData(PAGE, (id) => $(id).textContent);
-const arrays = () => data.curves(state.group, state.text);
 /** The maps of the text, or null if the report has none. */
 const storedMaps = () => data.maps(state.group, state.text);
 
@@ -31,7 +28,7 @@ const storedMaps = () => data.maps(state.group, state.text);
 function header() {
   const { attrs } = PAGE, v = view(), g = group();
   $("model").textContent = attrs.model || "Attention profile";
-  $("headline").textContent = v.headline.replaceAll(" %", "\u00a0%");
+  $("headline").textContent = joined(v.headline);
   // The preview in the attributes is of the first text; for other texts, join the tokens.
   const preview = ((state.text === 0 && attrs.text_preview) || v.keys.slice(0, 60).join("")).trim().replace(/\s+/g, " ");
   const cut = v.n_keys > 60 || preview.length > 220; // a truncated preview drops a word that was cut
@@ -39,10 +36,7 @@ function header() {
   const facts = [
     [v.n_queries === v.n_keys ? "tokens" : "queries × keys", v.n_queries === v.n_keys ? integer(v.n_keys) : `${integer(v.n_queries)} × ${integer(v.n_keys)}`],
     ["layers × heads", `${g.layers.length} × ${g.heads.length}`],
-    ["attention", g.causal ? "causal" : v.queries ? "cross" : "bidirectional"],
-    ["parameters", attrs.parameters && short(attrs.parameters)],
-    ["dtype", attrs.dtype],
-    ["measured in", attrs.seconds && `${attrs.seconds.toFixed(attrs.seconds < 10 ? 2 : 0)} s`],
+    ...Object.entries(factsOf(PAGE, g, v)),
     ["peak memory", attrs.peak_memory_bytes && `${short(attrs.peak_memory_bytes)}B`],
     ["date", attrs.created && attrs.created.slice(0, 10)],
   ];
@@ -87,46 +81,32 @@ function overview() {
 function select(layer, head) {
   Object.assign(state, { layer, head });
   markHead($("grid-box").querySelector(".grid"), layer, head);
-  return Promise.all([card(), storedMaps() && mapsSection.select(layer, head), reading()]);
+  return selected();
 }
 
-async function card() {
-  const v = view(), g = group(), at = row(), wanted = `${place()}/${at}`;
-  card.wanted = wanted;
-  const curves = await arrays();
-  if (card.wanted !== wanted) return; // another head was selected meanwhile
-  const { layer, head } = state, step = (by) => { const to = stepped(g, layer, head, by); select(to.layer, to.head); };
-  replace($("card"), headCard({ group: g, view: v, layer, head, step }));
-  $("detail").firstChild.textContent = `${headTitle(g, layer, head)} along the text`;
-  alongText.show({ group: g, view: v, curves, layer, head });
-}
+let selections = 0; // counts selections, so that a slow one cannot replace a later one
 
-// ---- maps -----------------------------------------------------------------------------------------------
+/** Show the selected head in all parts of the page. */
+async function selected() {
+  const selection = ++selections, { layer, head } = state, shown = await data.head(state.group, state.text, layer, head);
+  if (selection !== selections) return;
+  const step = (by) => { const to = stepped(shown.group, layer, head, by); select(to.layer, to.head); };
+  replace($("card"), headCard({ ...shown, step }));
+  $("detail").firstChild.textContent = `${headTitle(shown.group, layer, head)} along the text`;
+  alongText.show(shown);
+  $("maps").hidden = !shown.maps;
+  await Promise.all([shown.maps && mapsSection.show(shown), textReading.show(shown)]);
+}
 
 const mapsSection = new MapsSection({ onselect: (layer, head) => select(layer, head), ontrouble: (error) => trouble(error) });
 const textReading = new Reading();
 const alongText = new HeadCurves("curves");
 $("detail").append(h("h3"), alongText.element);
-$("wall-controls").append(mapsSection.controls);
-$("wall").append(mapsSection.wallBox);
+$("wall-controls").append(mapsSection.wall.controls);
+$("wall").append(mapsSection.wall.box);
 $("big-map").append(mapsSection.mapBox);
 $("reading").append(textReading.element);
 $("text").append(textReading.pane);
-
-async function maps() {
-  const stored = storedMaps(), wanted = place();
-  $("maps").hidden = !stored;
-  if (!stored) return;
-  const curves = await arrays();
-  if (wanted !== place()) return;
-  await mapsSection.show({ page: PAGE, group: group(), view: view(), curves, maps: stored, exact: null }, state.layer, state.head);
-}
-
-/** The text, shaded by the attention that its tokens receive. */
-async function reading() {
-  const curves = await arrays(), stored = storedMaps(), at = row(), { layer, head } = state;
-  await textReading.show({ group: group(), view: view(), curves, layer, head, line: stored?.exact ? (query) => stored.line(at, query) : null });
-}
 
 function sinks() {
   const parts = sinkFigures(PAGE, state.group);
@@ -200,19 +180,11 @@ function about() {
   );
 }
 
-// ---- tooltips, theme, start -----------------------------------------------------------------------------
-
-function theme() {
-  const button = $("theme"), root = document.documentElement;
-  const name = () => { button.textContent = isDark() ? "Light theme" : "Dark theme"; };
-  button.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; name(); everything(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { name(); everything(); });
-  name();
-}
+// ---- start -----------------------------------------------------------------------------------------------
 
 function everything() {
   header(); switches(); tiles(); overview(); sinks(); headTable(); tokenTable(); about();
-  return Promise.all([card(), maps(), reading()]);
+  return selected();
 }
 
 function trouble(error) {
@@ -228,7 +200,8 @@ announceState(document.documentElement, () => !$("trouble").hidden);
 onUncaught(trouble);
 try {
   Object.assign(state, firstHead(group(), view()));
-  theme(); tooltips(document, $("tip"));
+  themeButton($("theme"), () => { everything(); mapsSection.recolour(); });
+  tooltips(document, $("tip"));
   counted(everything()).catch(trouble);
 } catch (error) {
   trouble(error);

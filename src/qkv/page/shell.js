@@ -1,9 +1,9 @@
 // The shell around every page: the bar, menus, errors, the busy indicator, tooltips, keyboard shortcuts, the help dialog.
 
 import { h, replace, tooltips } from "./dom.js";
-import { isDark } from "./colour.js";
+import { themeButton } from "./colour.js";
 import { PAGES, lengthWords, missingReason } from "./address.js";
-import { chooser } from "./charts.js";
+import { chooser, selectFrom } from "./charts.js";
 import { download, pictureOf, pngOf } from "./export.js";
 import { headName, openingWords, stepped, textChoosers } from "./heads.js";
 import { counted } from "./state.js";
@@ -26,13 +26,13 @@ const keys = () => [
 export class Shell {
   #app;
   #settings = storedSettings();
-  #themeWatchers = new Set();
   #busyTimer = 0;
+  #speaking = 0; // timer of the announcement
 
   constructor(app) {
     this.#app = app;
     if (this.#settings.theme) document.documentElement.dataset.theme = this.#settings.theme;
-    this.#theme();
+    themeButton(byId("theme"), (theme) => { if (theme) this.#store({ theme }); app.recolour(); });
     this.#exports();
     this.#help();
     tooltips(document, byId("tip"));
@@ -71,7 +71,7 @@ export class Shell {
   #sourceChooser() {
     const { state, session } = this.#app;
     if (session.sources.length === 1) return h("strong", { class: "context-name" }, session.sources[0].name);
-    return chooser("Profile", "source", state.source, session.sources.map((source) => [source.id, `${source.name}${source.state === "ready" ? "" : source.state === "running" ? " (running)" : " (failed)"}`]),
+    return chooser("Profile", "source", state.source, session.sources.map((source) => [source.id, source.state === "ready" ? source.name : `${source.name} (${source.state})`]),
       (source) => this.#app.go({ source }));
   }
 
@@ -116,31 +116,10 @@ export class Shell {
     byId("troubles").replaceChildren();
   }
 
-  /** Have a screen reader announce a text. */
-  announce(text) {
-    byId("live").textContent = text;
-  }
-
-  /** Call back when the theme changes; returns a function that stops this. */
-  onTheme(callback) {
-    this.#themeWatchers.add(callback);
-    return () => this.#themeWatchers.delete(callback);
-  }
-
-  #theme() {
-    const button = byId("theme");
-    const changed = () => {
-      button.textContent = isDark() ? "Light" : "Dark";
-      button.setAttribute("aria-label", isDark() ? "Light theme" : "Dark theme");
-      for (const callback of this.#themeWatchers) callback();
-    };
-    button.addEventListener("click", () => {
-      document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-      this.#store({ theme: document.documentElement.dataset.theme });
-      changed();
-    });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
-    changed();
+  /** Have a screen reader announce a text, or what a function then gives: after so many milliseconds without another announcement. */
+  announce(text, after = 0) {
+    clearTimeout(this.#speaking);
+    this.#speaking = setTimeout(() => { byId("live").textContent = typeof text === "function" ? text() : text; }, after);
   }
 
   #exports() {
@@ -208,8 +187,7 @@ export class Shell {
 /** "‹ L 3 · H 7 ›": two selects between two buttons. `prefix` makes the focus keys of several choosers unique. */
 export function headChooser(group, layer, head, onselect, prefix = "") {
   const pick = (name, mark, ids, chosen, key) =>
-    h("label", {}, h("span", { "aria-hidden": "true" }, mark), h("select", { "aria-label": name, "data-key": `${prefix}${key}`, onchange: (event) => onselect({ layer, head, [key]: Number(event.target.value) }) },
-      ids.map((id, index) => h("option", { value: index, selected: index === chosen }, String(id)))));
+    h("label", {}, h("span", { "aria-hidden": "true" }, mark), selectFrom(`${prefix}${key}`, chosen, ids.map((id, index) => [index, String(id)]), (index) => onselect({ layer, head, [key]: index }), { "aria-label": name }));
   const step = (by, mark, name) =>
     h("button", { type: "button", class: "tool", "aria-label": name, "data-key": `${prefix}step${by}`, onclick: () => onselect(stepped(group, layer, head, by)) }, mark);
   return h("div", { class: "head-chooser", role: "group", "aria-label": "Selected head" },

@@ -1,11 +1,11 @@
 // Figures about attention sinks, for the report and the viewer: heads as dots by layer, the residual stream by depth, and
 // a table of the tokens that are sinks.
 
-import { decades, keyOf, niceTicks, REFERENCE, rules, TICK } from "./charts.js";
+import { Drawn, keyOf, REFERENCE, TICK, verticalAxis } from "./charts.js";
 import { h, svg } from "./dom.js";
+import { joined } from "./findings.js";
 import { headTitle } from "./heads.js";
 import { truncated, integer, named, percent, written } from "./numbers.js";
-import { nextFrame } from "./state.js";
 
 const SINK_THRESHOLD = 0.3; // a head has a sink if α is larger (Gu et al. 2025)
 const KINDS_OF_TEXT = [["alpha_first", "this text"], ["alpha_random", "random tokens"], ["alpha_repeated", "one token repeated"]];
@@ -54,10 +54,10 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
     .map(([one, of]) => sinkTokenTable(one, after ? of : "", page.groups[g].texts.length > 1)).filter(Boolean);
   return [
     h("div", { class: "sink-lead", style: { "max-width": "76em", "margin-bottom": "4px" } },
-      h("p", {}, after ? h("b", {}, `${name}: `) : null, group.sink_sentence), after ? h("p", {}, h("b", {}, `${after.name}: `), after.group.sink_sentence) : null),
+      h("p", {}, after ? h("b", {}, `${name}: `) : null, joined(group.sink_sentence)), after ? h("p", {}, h("b", {}, `${after.name}: `), joined(after.group.sink_sentence)) : null),
     h("p", { class: "meaning" }, "Each dot is a head; the line is the mean of each layer’s heads.", chosen ? " Ringed: the selected head." : null),
     after ? keyOf([[name, BEFORE_COLOUR], [after.name, AFTER_COLOUR]]) : null,
-    h("div", { class: "sink-figures", style: { display: "grid", "grid-template-columns": "repeat(auto-fit, minmax(min(100%, 340px), 1fr))", gap: "26px 40px", "margin-top": "18px", "align-items": "start" } },
+    h("div", { class: "sink-figures", style: { display: "grid", "grid-template-columns": "repeat(auto-fill, minmax(min(100%, 340px), 1fr))", gap: "26px 40px", "margin-top": "18px", "align-items": "start" } },
       charts, tables),
   ].filter(Boolean);
 }
@@ -130,12 +130,9 @@ function dotChart({ group, series, columns, title, note, unit, nameOf, axis = ""
   const draw = (width) => {
     let low = 0, high = Math.max(...all, unit === "%" ? 0.4 : 0, reference ?? 0, 1e-9);
     if (log) { low = Math.min(...all, reference ?? Infinity) / 1.25; high *= 1.25; }
-    const ticks = log ? decades(low, high) : niceTicks(high, 4);
-    const wordOf = (tick) => (unit === "%" ? percent(tick) : tick.toLocaleString("en", { maximumSignificantDigits: 3 }));
-    const height = 214, left = Math.max(38, 12 + 6.4 * Math.max(...ticks.map((tick) => wordOf(tick).length))), right = 8, top = 8, bottom = axis || below ? 34 : 20;
-    const inner = width - left - right, tall = height - top - bottom, step = inner / columns.length;
-    if (!log) high = Math.max(high, ticks.at(-1));
-    const y = (value) => top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / high));
+    const height = 214, right = 8, top = 8, bottom = axis || below ? 34 : 20, tall = height - top - bottom;
+    const { y, names, rules } = verticalAxis({ low, high, log, unit, top, tall, count: 4 });
+    const left = Math.max(38, 12 + 6.4 * Math.max(...names.map(({ length }) => length))), inner = width - left - right, step = inner / columns.length;
     const single = series.every((one) => one.columns.every((column) => column.length <= 1));
     const share = 0.62 / series.length, radius = Math.min(3.4, Math.max(1.6, (step * share) / 4));
     dots = [];
@@ -166,7 +163,7 @@ function dotChart({ group, series, columns, title, note, unit, nameOf, axis = ""
     };
     current = null;
     return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
-      rules(ticks, { left, right: width - right, y, words: wordOf }),
+      rules(left, width - right),
       reference === null ? null : svg("line", { ...REFERENCE, x1: left, x2: width - right, y1: y(reference), y2: y(reference) }),
       marks,
       columns.map((column, c) => (c % every ? null : svg("text", { ...TICK, x: left + step * (c + 0.5), y: top + tall + 15, "text-anchor": "middle" }, column))),
@@ -205,14 +202,7 @@ function dotChart({ group, series, columns, title, note, unit, nameOf, axis = ""
     const same = next.find(({ at }) => at % group.heads.length === here.at % group.heads.length);
     point(same ?? next[0] ?? here);
   });
-  // Draw at the width on the page, again whenever it changes, so that text keeps its size on a phone.
-  let drawn = 0;
-  new ResizeObserver(([{ contentRect }]) => {
-    const width = Math.floor(contentRect.width);
-    if (!width || width === drawn) return;
-    drawn = width;
-    nextFrame(() => box.replaceChildren(draw(width))); // in the next frame, because the observer must not trigger itself
-  }).observe(box);
+  new Drawn(box, (width) => [draw(width)]);
   return h("figure", { class: "sink-figure", style: { "min-width": 0 } },
     h("figcaption", { style: { display: "block" } }, h("div", { class: "sink-title" }, title), h("div", { style: { height: "20px", overflow: "hidden", "white-space": "nowrap", "text-overflow": "ellipsis" } }, aside, readout)), box);
 }

@@ -69,7 +69,7 @@ function linkList({ links, heads, tokens, onfollow, ongo }) {
       h("button", { type: "button", class: "text-go", "data-key": `link-${head}`, onclick: () => ongo(position), "aria-label": `Head ${heads[head]}: ${named(tokens[position])}, token ${position}, ${weightWords(weight)}; go there` },
         h("bdi", {}, named(tokens[position])), h("small", {}, integer(position))),
       h("b", {}, weightWords(weight)),
-      onfollow ? h("button", { type: "button", class: "text-follow", "data-key": `follow-${head}`, "aria-label": `Follow head ${heads[head]} to ${named(tokens[position])} one layer down`, title: "Follow: one layer down, at this token", onclick: () => onfollow(head, position) }, "follow ↓") : h("span", {}))));
+      onfollow ? h("button", { type: "button", class: "text-follow", "data-key": `follow-${head}`, "aria-label": `Follow head ${heads[head]} to ${named(tokens[position])} one layer down`, title: "Follow: one layer down, at this token", onclick: () => onfollow(head, position) }, "follow ↓") : null)));
 }
 
 // The key with the largest weight of the pinned token, for each head of its layer or a neighbouring one.

@@ -1,7 +1,7 @@
 // The shades of a text, on its tokens and on the strip beside it.
 
+import { Miniature, paint } from "./charts.js";
 import { css, inkOn, ramp, rgbOf } from "./colour.js";
-import { h } from "./dom.js";
 import { binPeaks } from "./numbers.js";
 
 const MIN_LEVEL = 0.02; // lower levels are not shown
@@ -62,54 +62,40 @@ export function weightLook(filled, lined, tones) {
   };
 }
 
-/** The columns of the strip beside the text: [{shades, part: [from, to] of the width, colourOf(level)}, …]. */
+/** The columns of the strip beside the text: [{shades, colourOf(level)}, …]. */
 export function stripColumns({ received, selected, tones, asKeys, asQueries }) {
-  if (!selected) return asKeys ? [{ shades: received, part: [0, 1], colourOf: ramp }] : [];
-  const both = asKeys && asQueries, columns = [];
-  if (selected.to && asKeys) columns.push({ shades: selected.to, part: [0, both ? 0.5 : 1], colourOf: (level) => mixed(tones.paper, tones.accent, level) });
-  if (selected.from && asQueries) columns.push({ shades: selected.from, part: [both ? 0.5 : 0, 1], colourOf: (level) => mixed(tones.paper, tones.second, level) });
-  return columns;
+  if (!selected) return asKeys ? [{ shades: received, colourOf: ramp }] : [];
+  const towards = (tone) => (level) => mixed(tones.paper, tone, level);
+  return [
+    selected.to && asKeys && { shades: selected.to, colourOf: towards(tones.accent) }, selected.from && asQueries && { shades: selected.from, colourOf: towards(tones.second) },
+  ].filter(Boolean);
 }
 
 // The strip beside a text: a shaded overview from top to bottom, with the visible part marked.
 
 const FAINT = 0.03; // lower levels are not drawn
+const ROWS = 300; // of the strip, at most
 
-export class TextStrip {
+export class TextStrip extends Miniature {
   constructor(flow) {
+    super({ name: "text-strip", label: "Shaded overview of the whole text; a click scrolls there", ongo: (_, y) => flow.reveal(Math.floor(y * flow.tokens.length)) });
     this.flow = flow;
-    this.element = h("canvas", { class: "text-strip", role: "img", "aria-label": "Shaded overview of the whole text; a click scrolls there" });
-    this.element.addEventListener("pointerdown", (event) => { this.element.setPointerCapture(event.pointerId); this.jump(event); });
-    this.element.addEventListener("pointermove", (event) => { if (event.buttons) this.jump(event); });
   }
 
-  jump(event) {
-    const box = this.element.getBoundingClientRect(), part = Math.min(Math.max((event.clientY - box.top) / box.height, 0), 0.9999);
-    this.flow.reveal(Math.floor(part * this.flow.tokens.length));
+  /** Draw the columns of stripColumns(). */
+  draw(columns) {
+    const rows = Math.min(ROWS, this.flow.tokens.length);
+    this.show(...columns.map(({ shades, colourOf }) => {
+      const canvas = document.createElement("canvas"), levels = Array.from(binPeaks(shades.weights, rows), shades.level);
+      paint(canvas, rows, 1, (row) => (levels[row] < FAINT ? 0 : levels[row]), colourOf);
+      return canvas;
+    }));
+    this.scrolled();
   }
 
-  /** Draw the `columns` of stripColumns(). */
-  draw(columns, tones) {
-    const { element, flow } = this, ratio = devicePixelRatio || 1, n = flow.tokens.length;
-    const width = Math.round(element.clientWidth * ratio), height = Math.round(element.clientHeight * ratio);
-    if (!width || !height) return;
-    if (element.width !== width || element.height !== height) Object.assign(element, { width, height });
-    const context = element.getContext("2d");
-    context.fillStyle = css(tones.paper);
-    context.fillRect(0, 0, width, height);
-    const rows = Math.min(Math.floor(height / (2 * ratio)), n);
-    for (const { shades, part, colourOf } of columns) {
-      const [left, right] = part.map((at) => Math.floor(at * width)), peaks = binPeaks(shades.weights, rows);
-      for (let row = 0; row < rows; row++) {
-        const level = shades.level(peaks[row]), from = Math.floor((row * height) / rows);
-        if (level < FAINT) continue;
-        context.fillStyle = css(colourOf(level));
-        context.fillRect(left, from, right - left, Math.ceil(((row + 1) * height) / rows) - from);
-      }
-    }
-    const [first, last] = flow.view, line = 2 * ratio, from = (first / n) * height, tall = Math.max(((last + 1 - first) / n) * height, 6 * ratio);
-    context.strokeStyle = css(tones.ink);
-    context.lineWidth = line;
-    context.strokeRect(line / 2, Math.min(from, height - tall) + line / 2, width - line, Math.max(tall - line, 1));
+  /** Frame the part of the text in view. */
+  scrolled() {
+    const [first, last] = this.flow.view, n = this.flow.tokens.length;
+    this.mark({ top: first / n, bottom: (last + 1) / n });
   }
 }

@@ -1,6 +1,6 @@
 // Tokens as running text of any length: only the blocks near the visible part are in the document.
 
-import { h } from "./dom.js";
+import { h, vertically } from "./dom.js";
 import { integer, visible } from "./numbers.js";
 import { cancel, nextFrame } from "./state.js";
 
@@ -202,7 +202,7 @@ export class TokenFlow {
 
   tokenAt(at) {
     const block = this.blockOf(at);
-    return this.boxes[block].tokens?.[at - this.starts[block]];
+    return this.boxes[block]?.tokens?.[at - this.starts[block]];
   }
 
   /** Set the token from which the arrow keys move. */
@@ -238,7 +238,7 @@ export class TokenFlow {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       const last = this.tokens.length - 1, from = this.current ?? this.view[0];
       const to = { ArrowRight: from + 1, ArrowLeft: from - 1, Home: 0, End: last }[event.key] ??
-        (["ArrowUp", "ArrowDown"].includes(event.key) ? this.vertically(from, event.key === "ArrowUp" ? -1 : 1) : null);
+        (["ArrowUp", "ArrowDown"].includes(event.key) ? vertically((at) => this.tokenAt(at)?.getClientRects()[0], from, event.key === "ArrowUp" ? -1 : 1) : null);
       if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.setCurrent(from); this.onchoose(from); }
       if (event.key === "Escape") this.onescape();
       if (to === null) return;
@@ -248,22 +248,5 @@ export class TokenFlow {
       this.reveal(at);
       this.oncurrent(at);
     });
-  }
-
-  /** The token in the line above (-1) or below (1) with the nearest horizontal position. */
-  vertically(from, direction) {
-    const here = this.tokenAt(from)?.getBoundingClientRect();
-    if (!here) return from;
-    let best = from, least = Infinity, line = null;
-    for (let at = from + direction; at >= 0 && at < this.tokens.length; at += direction) {
-      const box = this.tokenAt(at)?.getClientRects()[0];
-      if (!box) break;
-      if (Math.abs(box.top - here.top) < 6) continue;
-      line ??= box.top;
-      if (Math.abs(box.top - line) > 6) break;
-      const apart = Math.abs(box.left + box.width / 2 - here.left - here.width / 2);
-      if (apart < least) least = apart, best = at;
-    }
-    return best;
   }
 }

@@ -1,19 +1,73 @@
-// The wall: a small map of every head, layers down and heads across, or in sections.
+// The wall: a small map of every head, layers down and heads across or in sections, and the controls of its order.
 
-import { paint } from "./charts.js";
-import { h } from "./dom.js";
-import { headButton, headName, layerGrid, selectable } from "./heads.js";
+import { choice, legend, paint, selectFrom } from "./charts.js";
+import { looks } from "./colour.js";
+import { h, replace } from "./dom.js";
+import { headButton, headName, headWords, kindsOf, labelOf, largestFirst, layerGrid, rowOf, selectable, similarityMeaning, statisticsOf } from "./heads.js";
 import { levelOf } from "./data.js";
+import { integer, percent, written } from "./numbers.js";
 import { counted, nextFrame } from "./state.js";
 
-/**
- * `load(layer, head)` resolves to the pooled map of a head, or null; it is called when the map comes into view.
- * `sections`: null for a grid, or a list of {title, rows}, the heads (layer × number of heads + head) of each.
- * `tip(layer, head)`: the text of the tooltip; `beside(layer, head)`: a number beside the name of a head in sections. `select(layer, head)` is called for clicks and arrow keys,
- * and `open(layer, head)`, if given, for clicks and Enter.
- */
-export function wall({ group, high, sections = null, layer, head, load, select, open = null, tip = () => "", beside = () => "" }) {
-  const { heads } = group;
+const ORDERS = [["layer", "Layer × head"], ["type", "Type"], ["value", "Statistic"]];
+
+export class Wall {
+  /**
+   * onset({sort}, {by} or {only}): a control was used. `similar`: whether the order by similarity is offered. `select(layer,
+   * head)` is called for clicks and arrow keys, and `open(layer, head)`, if given, for clicks and Enter.
+   */
+  constructor({ onset, similar = false, select, open = null }) {
+    Object.assign(this, { onset, select, open, orders: similar ? [...ORDERS, ["similar", "Similarity"]] : ORDERS });
+    this.controls = h("div", { class: "controls" });
+    this.box = h("div", {});
+  }
+
+  /**
+   * Draw the maps of a text, as in `PageData.head`, in an order `sort`, of which "value" is by the statistic `by`; `only` those
+   * heads of a type. `alike`: the similarity of each head to the selected one, for the order "similar".
+   */
+  draw({ page, group, view, maps, layer, head }, { sort, by, only }, alike = null) {
+    const kinds = kindsOf(page, group), statistics = statisticsOf(view);
+    if (!this.orders.some(([id]) => id === sort)) sort = "layer";
+    if (!statistics.includes(by)) [by] = statistics;
+    if (!kinds.some(({ name }) => name === only)) only = null;
+    replace(this.controls, ...this.settings({ group, view, kinds, statistics }, { sort, by, only }, alike));
+
+    const [what, values, unit] = alike ? ["similarity", alike.values, ""] : sort === "value" ? [labelOf(group, by), view.heads[by], looks.statistics[by].unit] : [];
+    const painter = painterOf((l, k) => maps.small(rowOf(group, l, k)), view.pooled?.high ?? 1);
+    const cellOf = (l, k) => {
+      const row = rowOf(group, l, k), value = what && written(values[row], unit === "%" ? unit : ""), tip = [...headWords(group, view, row), ...(what ? [`${what} ${written(values[row], unit)}`] : [])].join("\n");
+      const cell = headButton(group, l, k, tip, { class: "wall-cell", role: sections ? null : "gridcell" },
+        h("canvas", { width: 1, height: 1 }), sections ? h("span", {}, headName(group, l, k), value ? h("b", {}, value) : null) : null);
+      painter.observe(cell);
+      return cell;
+    };
+    const count = group.heads.length, sections = sectionsOf(sort, { group, kinds, only, values, title: alike ? `Like ${headName(group, layer, head)}` : `${what}, largest first` });
+    const wall = sections
+      ? h("div", { class: "wall wall-flow" }, sections.map(({ title, rows }) => h("section", {}, h("h3", {}, title), h("div", { class: "wall-row" }, rows.map((at) => cellOf(Math.floor(at / count), at % count))))))
+      : layerGrid(group, cellOf, count > 24 ? 4 : 1, { class: "wall", "aria-label": "Attention maps of all heads; arrow keys move", style: { "--heads": count } });
+    replace(this.box, selectable(wall, { layer, head, select: this.select, open: this.open, once: true }));
+    nextFrame(() => nextFrame(() => {})); // by then, the observer has told which maps are in view
+  }
+
+  /** The choosers of what `draw` shows, and a legend. */
+  settings({ group, view, kinds, statistics }, { sort, by, only }, alike) {
+    const { pooled } = view, high = pooled?.high ?? 1, binned = pooled && (pooled.bin_queries > 1 || pooled.bin_keys > 1);
+    return [
+      choice("Order by", this.orders, sort, (order) => this.onset({ sort: order })),
+      sort === "value" ? h("label", {}, "Statistic ", selectFrom("by", by, statistics.map((name) => [name, labelOf(group, name)]), (name) => this.onset({ by: name }))) : null,
+      h("label", {}, "Show ", selectFrom("only", only, [[null, `all ${integer(group.types.type.length)} heads`], ...kinds.map(({ name, count }) => [name, `${name} (${count})`])], (name) => this.onset({ only: name }))),
+      legend({ low: percent(high / 1000), high: percent(high), note: `${binned ? "largest weight of a bin" : "weight"}, logarithmic` }),
+      h("p", { class: "meaning" }, `Rows are queries, columns are keys${binned ? `, in bins of ${integer(pooled.bin_queries)} × ${integer(pooled.bin_keys)} tokens` : ""}. Select a map to see it large.${alike ? ` The heads with the most similar maps come first. Similarity is ${similarityMeaning(alike.maps)}.` : ""}`),
+    ];
+  }
+}
+
+/** An observer that paints the small map of each cell which comes into view. `load(layer, head)`: a promise of the map. */
+function painterOf(load, high) {
+  async function draw(cell) {
+    const map = await load(+cell.dataset.layer, +cell.dataset.head);
+    paint(cell.querySelector("canvas"), map.rows, map.columns, (row, column) => levelOf(map.largest[row * map.columns + column], high));
+  }
   const painter = new IntersectionObserver((entries) => {
     for (const { isIntersecting, target } of entries) {
       if (!isIntersecting) continue;
@@ -21,25 +75,14 @@ export function wall({ group, high, sections = null, layer, head, load, select, 
       counted(draw(target));
     }
   }, { rootMargin: "300px" });
+  return painter;
+}
 
-  async function draw(cell) {
-    const map = await load(+cell.dataset.layer, +cell.dataset.head);
-    if (!map) return;
-    paint(cell.querySelector("canvas"), map.rows, map.columns, (row, column) => levelOf(map.largest[row * map.columns + column], high));
-  }
-
-  function cellOf(l, k) {
-    const cell = headButton(group, l, k, tip(l, k), { class: "wall-cell", role: sections ? null : "gridcell" },
-      h("canvas", { width: 1, height: 1 }), sections ? h("span", {}, headName(group, l, k), beside(l, k) ? h("b", {}, beside(l, k)) : null) : null);
-    painter.observe(cell);
-    return cell;
-  }
-
-  const box = sections
-    ? h("div", { class: "wall wall-flow" }, sections.map(({ title, rows }) => h("section", {}, h("h3", {}, title), h("div", { class: "wall-row" }, rows.map((at) => cellOf(Math.floor(at / heads.length), at % heads.length))))))
-    : layerGrid(group, cellOf, heads.length > 24 ? 4 : 1, { class: "wall", "aria-label": "Attention maps of all heads; arrow keys move", style: { "--heads": heads.length } });
-
-  selectable(box, { layer, head, select, open, once: true });
-  nextFrame(() => nextFrame(() => {})); // by then, the observer has told which maps are in view
-  return box;
+/** The sections of a wall, [{title, rows}, …], or null for a grid. `values`: those by which heads are sorted, if by any. */
+function sectionsOf(sort, { group, kinds, only, values, title }) {
+  const { types, layers, heads } = group, rows = types.type.map((_, at) => at).filter((at) => !only || types.type[at] === only);
+  if (values) return [{ title, rows: largestFirst(rows, values) }];
+  if (sort === "type")
+    return kinds.map(({ name, count }) => ({ title: `${name} · ${integer(count)}`, rows: largestFirst(rows.filter((at) => types.type[at] === name), types[name] ?? []) })).filter((one) => one.rows.length);
+  return only ? [...Map.groupBy(rows, (at) => Math.floor(at / heads.length))].map(([layer, found]) => ({ title: `Layer ${layers[layer]}`, rows: found })) : null;
 }

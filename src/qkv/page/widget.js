@@ -4,13 +4,12 @@
 import { choice } from "./charts.js";
 import { useDark, useLooks } from "./colour.js";
 import { h, replace, tooltips } from "./dom.js";
-import { HeadCurves, headCard, rowOf, sizeWords, textChoosers } from "./heads.js";
+import { HeadCurves, headCard, sizeWords, textChoosers } from "./heads.js";
 import { MapsSection } from "./maps_section.js";
 import { integer } from "./numbers.js";
 import { Reading } from "./reading.js";
-import { PageData } from "./stored_maps.js";
+import { PageData } from "./data.js";
 
-const NARROW = 760; // pixels of width below which the wall is above the map
 const REST = 250; // milliseconds without motion before the visible part of the map is written into the selection
 
 /** Questions to Python, and their answers. */
@@ -71,7 +70,7 @@ function isDarkBehind(element) {
 
 class WidgetView {
   constructor(model, host, root) {
-    Object.assign(this, { model, host, root, page: JSON.parse(model.get("_page")), tab: "map", shown: null });
+    Object.assign(this, { model, host, root, page: JSON.parse(model.get("_page")), tab: "map", head: null, exact: null });
     this.data = new PageData(this.page, (id) => model.get("_packed")[id]);
     useLooks(this.page);
     this.kernel = new Kernel(model);
@@ -90,12 +89,10 @@ class WidgetView {
     this.tip = h("div", { class: "tip", role: "status", hidden: true });
     root.append(h("div", { class: "widget" },
       h("header", { class: "widget-head" }, h("b", {}, this.page.attrs.model || "Attention profile"), this.size = h("span", {}), this.switches), this.problem,
-      h("div", { class: "widget-body" }, h("div", { class: "widget-wall" }, this.maps.controls, this.maps.wallBox), h("div", { class: "widget-side" }, this.tabs, ...Object.values(this.panes)))), this.tip);
+      h("div", { class: "widget-body" }, h("div", { class: "widget-wall" }, this.maps.wall.controls, this.maps.wall.box), h("div", { class: "widget-side" }, this.tabs, ...Object.values(this.panes)))), this.tip);
     this.stopTips = tooltips(root, this.tip);
     this.onchange = () => this.update();
     model.on("change:selection", this.onchange);
-    this.width = new ResizeObserver(() => requestAnimationFrame(() => host.classList.toggle("narrow", host.clientWidth < NARROW)));
-    this.width.observe(host);
     this.theme = new MutationObserver(() => this.retheme());
     for (const element of [document.documentElement, document.body]) this.theme.observe(element, { attributes: true });
     this.scheme = matchMedia("(prefers-color-scheme: dark)");
@@ -110,7 +107,6 @@ class WidgetView {
   get group() { return this.page.groups[this.groupAt]; }
   get groupAt() { return this.page.groups.findIndex(({ name }) => name === this.selection.group); }
   get view() { return this.group.texts[this.selection.text]; }
-  get place() { return `${this.groupAt}-${this.selection.text}`; }
   get at() { return [this.group.layers.indexOf(this.selection.layer), this.group.heads.indexOf(this.selection.head)]; }
 
   trouble(error) {
@@ -127,31 +123,27 @@ class WidgetView {
     this.update();
   }
 
-  curves() { return this.data.curves(this.groupAt, this.selection.text); }
-  stored() { return this.data.maps(this.groupAt, this.selection.text); }
-
   /** Show the selection. */
   async update() {
-    const { selection, place } = this, [layer, head] = this.at, key = JSON.stringify(selection);
+    const { selection } = this, [layer, head] = this.at, key = JSON.stringify(selection);
     if (this.updating === key) return;
     this.updating = key;
     try {
-      const curves = await this.curves(), maps = this.stored(), { group, view } = this;
+      const shown = await this.data.head(this.groupAt, selection.text, layer, head), { maps, view } = shown;
       if (this.updating !== key) return;
-      const otherText = this.shown !== place, otherHead = otherText || this.shownHead !== `${layer}/${head}`;
-      this.shownHead = `${layer}/${head}`;
+      const otherText = this.head?.view !== view, otherHead = otherText || this.head.row !== shown.row;
+      this.head = shown;
       if (otherText) {
-        this.shown = place;
-        this.size.textContent = `${sizeWords(group)}, ${integer(view.n_keys)} tokens`;
+        this.exact = null;
+        this.size.textContent = `${sizeWords(shown.group)}, ${integer(view.n_keys)} tokens`;
         this.drawSwitches();
         this.panes.map.classList.toggle("widget-without", !maps);
-        if (maps) await this.maps.show({ page: this.page, group, view, curves, maps, exact: null }, layer, head);
-        if (maps && !maps.exact) this.refine(place);
-      } else if (otherHead && maps) await this.maps.select(layer, head);
+      }
       if (otherHead) {
-        const row = rowOf(group, layer, head);
-        await this.reading.show({ group, view, curves, layer, head, line: maps?.exact ? (query) => maps.line(row, query) : null });
-        this.drawNumbers(curves);
+        if (maps) await this.maps.show(shown, this.exact);
+        if (otherText && maps && !maps.exact) this.refine(view);
+        await this.reading.show(shown);
+        this.drawNumbers();
       }
       if (this.reading.query !== selection.query) this.reading.ask(selection.query);
       const { map } = this.maps.large;
@@ -173,14 +165,14 @@ class WidgetView {
   }
 
   /** Use exact maps from Python in place of pooled ones, if it has them. */
-  async refine(place) {
+  async refine(view) {
     const { selection: { group, text } } = this;
     try {
       const exact = await this.kernel.exactMaps(group, text);
-      if (!exact || this.shown !== place) return;
-      this.maps.shown.exact = exact;
-      await this.maps.select(...this.at);
-      this.host.dataset.exact = place;
+      if (!exact || this.head.view !== view) return;
+      this.exact = exact;
+      await this.maps.show(this.head, exact);
+      this.host.dataset.exact = `${this.groupAt}-${text}`;
     } catch (error) {
       this.trouble(error);
     }
@@ -208,10 +200,9 @@ class WidgetView {
     replace(this.tabs, choice("Show", [["map", "Map"], ["text", "Text"], ["numbers", "Numbers"]], tab, (name) => this.open(name)));
   }
 
-  drawNumbers(curves) {
-    const { group, view } = this, [layer, head] = this.at;
-    replace(this.card, headCard({ group, view, layer, head, step: null }));
-    this.along.show({ group, view, curves, layer, head });
+  drawNumbers() {
+    replace(this.card, headCard(this.head));
+    this.along.show(this.head);
   }
 
   retheme() {
@@ -219,16 +210,16 @@ class WidgetView {
     if (this.host.dataset.theme === (dark ? "dark" : "light")) return;
     this.host.dataset.theme = dark ? "dark" : "light";
     useDark(dark);
-    if (!this.shown) return;
+    if (!this.head) return;
     this.maps.recolour();
     this.reading.recolour();
-    if (this.along.shown) this.drawNumbers(this.along.shown.curves);
+    if (this.along.shown) this.drawNumbers();
   }
 
   close() {
     clearTimeout(this.rest);
     this.model.off("change:selection", this.onchange);
-    for (const observer of [this.width, this.theme]) observer.disconnect();
+    this.theme.disconnect();
     this.scheme.removeEventListener("change", this.onscheme);
     this.stopTips();
     this.kernel.close();

@@ -13,7 +13,6 @@ export function mount(root, app) {
   const tabs = h("div", { class: "controls align-tabs" }), body = h("div", { class: "align-body" });
   root.append(tabs, body);
   let view = null, shown = null;
-  const stop = app.onTheme(() => shown?.draw());
 
   return {
     update(changed) {
@@ -29,9 +28,7 @@ export function mount(root, app) {
       else shown.update();
     },
     picture: () => shown?.picture() ?? null,
-    unmount() {
-      stop();
-      shown?.stop();
-    },
+    recolour: () => shown?.draw(),
+    unmount: () => shown?.stop(),
   };
 }
