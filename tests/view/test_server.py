@@ -34,7 +34,7 @@ from qkv.profiler.explore.pyramid import Cancelled
 from qkv.server import guard
 from qkv.server.guard import MAX_BODY, SECURITY, Connection, Guard
 from qkv.server.jobs import JobQueue, JobQueues
-from qkv.server.run import _socket, create_app, serve_in_thread
+from qkv.server.run import create_app, serve_in_thread
 from qkv.server.session import Session, ViewerPage
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig
 
@@ -378,27 +378,21 @@ async def answers_ok(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-LOCAL = Guard(answers_ok, host="127.0.0.1", port=8765)
-PUBLIC = Guard(answers_ok, host="0.0.0.0", port=8765, token="abc-123")
-COOKIE = "other=1; qkv-token-8765=abc-123"
+LOCAL = Guard(answers_ok, port=8765)
 
 
-@pytest.mark.parametrize("row", TABLES["header"], ids=lambda row: f"{row['name']} {row['server']}")
+@pytest.mark.parametrize("row", TABLES["header"], ids=lambda row: row["name"])
 def test_headers_must_name_this_server(row: dict[str, Any]) -> None:
-    server, name, allowed = {"local": LOCAL, "public": PUBLIC}[row["server"]], row["name"], row["allowed"]
+    name, allowed = row["name"], row["allowed"]
     for method in ("GET", "POST"):
         for value in [*allowed, *row["rejected"]]:
-            response = ask(server, "/api/session", method, headers={"cookie": COOKIE, name: value})
+            response = ask(LOCAL, "/api/session", method, headers={name: value})
             assert response.status_code == (200 if value in allowed else 403), (method, value)
     if name == "sec-fetch-site":
-        assert ask(server, "/", headers={name: "cross-site"}).status_code == 200  # a link may lead here
+        assert ask(LOCAL, "/", headers={name: "cross-site"}).status_code == 200  # a link may lead here
     else:
-        headers = [
-            ("cookie", COOKIE),
-            ("host", "127.0.0.1:8765"),
-            *[(name, allowed[0])] * (2 if name == "origin" else 1),
-        ]
-        assert ask(server, "/api/session", headers=headers).status_code == 403, "it came twice"
+        headers = [("host", "127.0.0.1:8765"), *[(name, allowed[0])] * (2 if name == "origin" else 1)]
+        assert ask(LOCAL, "/api/session", headers=headers).status_code == 403, "it came twice"
 
 
 @pytest.mark.parametrize(
@@ -434,26 +428,6 @@ def test_large_and_slow_bodies_are_rejected(app: Guard, monkeypatch: pytest.Monk
         await asyncio.Event().wait()
 
     sentence(ask(app, "/api/live", "POST", content=drip(), headers=JSON), 408)
-
-
-def test_public_server_requires_its_token(session: Session) -> None:
-    for cookie in (None, "qkv-token-8765=wrong", "qkv-token-1=abc-123", "=;;=\x7f"):
-        for path in ("/", "/api/session", "/?token=", "/?token=abc-12", "/?token=é"):
-            assert "token" in sentence(ask(PUBLIC, path, headers={} if cookie is None else {"cookie": cookie}), 401)
-    welcome = ask(PUBLIC, "/openapi.json?a=1&token=abc-123&b=%26")
-    assert (welcome.status_code, welcome.headers["location"]) == (303, "/openapi.json?a=1&b=%26")
-    assert welcome.headers["set-cookie"] == "qkv-token-8765=abc-123; Path=/; HttpOnly; SameSite=Strict"
-    named = {"cookie": COOKIE, "host": f"{socket.gethostname()}:8765"}
-    assert ask(PUBLIC, "/api/session", headers=named).status_code == 200
-    assert ask(PUBLIC, f"{HERE}//evil.example/?token=abc-123").headers["location"] == "/evil.example/"
-    with serve_in_thread(session, host="0.0.0.0") as url:
-        found = httpx.URL(url)
-        assert len(found.params["token"]) >= 32
-        base = f"http://127.0.0.1:{found.port}"
-        assert httpx.get(f"{base}/api/session").status_code == 401
-        with httpx.Client(base_url=base) as client:
-            assert client.get("/", params=found.params, follow_redirects=True).status_code == 200
-            assert client.get("/api/session").json()["title"] == "tests"
 
 
 # --- the queue of jobs ------------------------------------------------------------------------------------------------
@@ -695,15 +669,8 @@ def test_silent_connections_are_closed_and_slow_answers_are_not_cut_off(
         assert first.get_extra_info("client_addr") == second.get_extra_info("client_addr")
 
 
-def test_ipv6_host_in_brackets_and_a_port_in_use(session: Session) -> None:
+def test_a_port_in_use_is_refused(session: Session) -> None:
     with serve_in_thread(session) as url:
         again = serve_in_thread(session, port=httpx.URL(url).port or 0)
         with refused("--port"), again:
             pass
-    try:
-        _socket("::1", 0).close()
-    except InputError:
-        pytest.skip("this machine has no IPv6")
-    with serve_in_thread(session, host="[::1]") as url:
-        assert re.fullmatch(r"http://\[::1\]:\d+/", url)
-        assert httpx.get(f"{url}api/session").status_code == 200
