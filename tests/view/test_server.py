@@ -332,9 +332,9 @@ def test_a_page_of_another_package_that_fails_does_not_take_the_viewer_down(
     session = Session("pages")
     assert [one.id for one in session.pages] == ["mine"]
     assert [record.args[0] for record in logged if record.args] == ["gone", "other", "bare"]
-    before = session.missing(page)
+    before = session.page_states[0].missing
     session.prepare()
-    assert session.missing(page) != before
+    assert session.page_states[0].missing != before
     app = create_app(session)
     assert ask(app, "/static/page_mine.js").status_code == 200
     (said,) = ask(app, "/api/session").json()["pages"]
@@ -469,7 +469,7 @@ class Script:
     def rests(self) -> bool:
         """Whether the thread waits for a step."""
         looks = self.looks
-        return not self.jobs._queue if looks is None else not looks()
+        return not self.jobs._waiting() if looks is None else not looks()
 
     async def run(self, steps: str) -> list[str]:
         """What each client got: the job's name, or the name of an error."""

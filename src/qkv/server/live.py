@@ -113,7 +113,7 @@ class ForwardPass:
 
 
 class Live:
-    """Live answers of one model; `description` is None if the model does not support them.
+    """Live answers of one model.
 
     >>> from types import SimpleNamespace
     >>> from qkv.models.loading import load_model
@@ -138,12 +138,13 @@ class Live:
                     self.own = self.own if plain.attrs["causal"] and "sink_mass" not in plain else None
             except InputError:  # its attention cannot be read, or not be edited
                 self.own = None
-
-    def description(self) -> LiveModel | None:
+        self.description = self._describe()
         """The model for the page, or None if it is no language model whose heads can be edited.
 
         It also needs a tokenizer. The first of the normalizers is the one that the model was trained with.
         """
+
+    def _describe(self) -> LiveModel | None:
         if self.own is None:
             return None
         most_tokens = getattr(self.loaded.model.config, "context", None) or positions(self.loaded.model)
@@ -227,8 +228,7 @@ class Live:
     # The types of a request limit its text, normalizers and temperatures: see `qkv.server.schemas`.
 
     def _ids(self, request: LiveRequest) -> list[int]:
-        description = self.description()
-        if description is None:
+        if self.description is None:
             raise InputError(
                 f"model: {self.loaded.name} does not support live text, expected a language model with softmax "
                 "attention that qkv.edit can change, such as qkv-mini"
@@ -237,7 +237,7 @@ class Live:
         ids = request.ids
         if ids is None:
             ids = self.loaded.tokenizer(request.text, return_tensors="pt")["input_ids"][0].tolist()
-        most = description.most_tokens
+        most = self.description.most_tokens
         if not 1 <= len(ids) <= most:
             raise InputError(f"text has {len(ids)} tokens, expected 1 to {most}")
         if (size := vocabulary(self.loaded.model)) and not 0 <= min(ids) <= max(ids) < size:

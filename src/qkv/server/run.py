@@ -28,7 +28,7 @@ from qkv.server import routes
 from qkv.server.guard import Connection, Guard, error_answer
 from qkv.server.jobs import ClientDisconnected, JobQueues, QueueFull, not_found
 from qkv.server.routes import IMMUTABLE
-from qkv.server.schemas import AddedPage, ErrorAnswer, SessionState
+from qkv.server.schemas import ErrorAnswer, SessionState
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -102,11 +102,8 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
             version=session.version,
             title=session.title,
             sources=session.sources,
-            live=session.live_description,
-            pages=[
-                AddedPage(id=x.id, title=x.title, data=session.page_data.get(x.id), missing=session.missing(x))
-                for x in session.pages
-            ],
+            live=None if session.live is None else session.live.description,
+            pages=session.page_states,
             looks=looks(),
             computing=request.app.state.queues.slow.progress,
         )  # fmt: skip
