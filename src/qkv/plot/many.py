@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -289,31 +289,21 @@ def model(
 
 PAIRS = 2500  # most arrows of a figure
 BEND = 0.45  # curvature of an arrow: it rises to a quarter of this times its length, twice over
-RING = 0.26  # height of the arrow of a token to itself, in tokens
-BETWEEN = 1.3  # distance between the lines of keys and of queries, in tokens
+RING_BEND, RING = 1.6, 0.26  # curvature of the arrow of a token to itself, and its height in tokens
 FAINT = 0.005  # weights below this share of the largest one are not drawn
 UNIT, GRAPH_WIDTH = 0.62, 7.0  # inches: from one token to the next unless names need more, and the widest figure
 DIRECTION = "arrows point from query to key"
 
 
-def arcs(
-    w: Any,
-    tokens: Sequence[Any] | None = None,
-    *,
-    queries: Sequence[Any] | None = None,
-    title: str = "",
-    ax: Axes | None = None,
-) -> Axes:
+def arcs(w: Any, tokens: Sequence[Any] | None = None, *, title: str = "", ax: Axes | None = None) -> Axes:
     """Who sees whom: an arrow from every query to every key that it may attend to, or attends to.
 
     Tokens are in one line. Arrows above the line point back, to earlier tokens; those below point ahead; a ring is a
-    token that attends to itself. With `queries` (cross-attention), queries are below and keys above. The arrows of a
-    matrix of weights are as wide and dark as the weight.
+    token that attends to itself. The arrows of a matrix of weights are as wide and dark as the weight.
 
     Args:
-        w: booleans (nq, nk), True where the query may attend; a mask of `qkv.masks`; or weights (nq, nk).
-        tokens: names of the keys, which are the queries, too. A mask needs them.
-        queries: names of the queries, if they are other tokens.
+        w: booleans (n, n), True where the query may attend; a mask of `qkv.masks`; or weights (n, n).
+        tokens: names of the tokens. A mask needs them.
         title: the title.
         ax: the axes to draw in; a new figure by default.
 
@@ -328,110 +318,71 @@ def arcs(
     >>> [arrow.get_gid() for arrow in axes.patches]
     ['0>0', '1>0', '1>1', '2>0', '2>1', '2>2']
     """
-    pairs = _pairs(w, tokens, queries)
-    n_queries, n_keys = pairs.shape
-    if tokens is None and queries is None:
-        tokens = [str(i) for i in range(n_keys)]
-    between = queries is not None or n_queries != n_keys
-    if between and queries is None:
-        queries = [str(i) for i in range(n_queries)]
-    rows, columns = token_lists(tokens, queries, n_queries, n_keys)
-    keys = [token_label(name) for name in columns or map(str, range(n_keys))]
-    top = float(pairs.max()) or 1.0
+    pairs = _pairs(w, tokens)
+    n, top = len(pairs), float(pairs.max()) or 1.0
+    names = [token_label(name) for name in token_lists(tokens, None, n, n)[1] or map(str, range(n))]
     arrows = [(int(query), int(key)) for query, key in np.argwhere(pairs > FAINT * top)]
     if len(arrows) > PAIRS:
         raise InputError(
             f"w has {len(arrows):,} arrows to draw, expected at most {PAIRS:,}; draw it with qkv.plot.weights"
         )
-    others = [token_label(name) for name in rows or []] if between else []
-    n, longest = max(len(keys), len(others)), max(map(len, [*keys, *others]))
-    points, character = min(9.0, 330 / n), CHARACTER / 8  # inches for each point
+    points = min(9.0, 330 / n)
+    longest = max(map(len, names)) * CHARACTER / 8  # inches for each point of the font size
     if ax is None:
-        unit = max(UNIT, longest * character * points + 0.1)
+        unit = max(UNIT, longest * points + 0.1)
         unit = unit if unit * n <= GRAPH_WIDTH else min(UNIT, GRAPH_WIDTH / n)
     else:
         unit = ax.bbox.width / ax.get_figure(root=True).dpi / n  # type: ignore[union-attr]
         points = min(points, 72 * unit)
-    turned = longest * character * points > unit
-    room = (longest * character * points / 2 + 0.05 if turned else 0.14) / unit
-    graph = _two_lines(keys, others, arrows, room) if between else _one_line(keys, arrows, room, turned=turned)
-    height = graph.above + graph.below + 0.25 / unit  # room for the direction of the arrows
+    # Distances are in tokens from now on, upwards from the names.
+    turned = longest * points > unit
+    room = (longest * points / 2 + 0.05 if turned else 0.14) / unit  # half of the height of the names
+    back, ahead = (max([0.0, *(BEND / 2 * side * (q - k) for q, k in arrows)]) for side in (1, -1))
+    ring = RING if any(query == key for query, key in arrows) else 0.0
+    above, below = (
+        room + max(back, ring) + 0.1,
+        room + ahead + 0.1 + 0.25 / unit,
+    )  # room for the direction of the arrows
     if ax is None:
         head = 0.45 if title else 0.15
-        figure = Drawing(figsize=(max(n * unit + 0.4, 2.4), head + height * unit + 0.1))
-        ax = place(figure, 0.2, head, n * unit, height * unit)
-    ax.set(xlim=(-0.5, n - 0.5), ylim=(graph.above - height, graph.above), aspect="equal")
+        figure = Drawing(figsize=(max(n * unit + 0.4, 2.4), head + (above + below) * unit + 0.1))
+        ax = place(figure, 0.2, head, n * unit, (above + below) * unit)
+    ax.set(xlim=(-0.5, n - 0.5), ylim=(-below, above), aspect="equal")
     ax.set_axis_off()
     panel_title(ax, title)
     thin = min(1.0, 16 / n)
-    for (query, key), (colour, start, end, bend) in zip(arrows, graph.arrows, strict=True):
-        weight = float(pairs[query, key]) / top
+    for query, key in arrows:
+        weight, y = float(pairs[query, key]) / top, room if key <= query else -room
+        colour, gap, bend = (ACCENT, 0.05, BEND) if key < query else (WARM, -0.05, BEND)
+        if key == query:
+            colour, gap, bend = MUTED, -0.13, RING_BEND
         ax.add_patch(FancyArrowPatch(
-            start, end, arrowstyle="-|>", mutation_scale=max(2.5, 7 * thin), lw=(0.4 + 1.1 * weight) * thin,
-            color=colour, alpha=0.25 + 0.65 * weight, gid=f"{query}>{key}", shrinkA=0, shrinkB=0,
-            connectionstyle=f"arc3,rad={bend}",
+            (query - gap, y), (key + gap, y), arrowstyle="-|>", mutation_scale=max(2.5, 7 * thin),
+            lw=(0.4 + 1.1 * weight) * thin, color=colour, alpha=0.25 + 0.65 * weight, gid=f"{query}>{key}", shrinkA=0,
+            shrinkB=0, connectionstyle=f"arc3,rad={bend}",
         ))  # fmt: skip
-    for x, y, align, name in graph.names:
+    hanging = turned and not ahead  # names begin at the arrows above them
+    y, align = (room - 0.12, "top") if hanging else (0.0, "center")
+    for x, name in enumerate(names):
         ax.text(x, y, name, ha="center", va=align, fontsize=points, color=INK, rotation=90 if turned else 0)
     ax.text(0, 0, DIRECTION, transform=ax.transAxes, va="bottom", fontsize=7, color=MUTED)
     return ax
 
 
-_Arrow = tuple[str, tuple[float, float], tuple[float, float], float]
-
-
-class _Graph(NamedTuple):
-    """The parts of a graph. Distances are in tokens, upwards from the names, of keys if there are two lines."""
-
-    names: list[tuple[float, float, str, str]]
-    """Place, vertical alignment, and text."""
-    arrows: list[_Arrow]
-    """Colour, start, end, and curvature of each pair."""
-    above: float
-    """The distance to the upper edge."""
-    below: float
-
-
-def _one_line(tokens: list[str], arrows: list[tuple[int, int]], room: float, *, turned: bool) -> _Graph:
-    """Draw arrows back above the names, and those ahead below. `room` is half of the height of the names."""
-    ends: list[_Arrow] = []
-    for query, key in arrows:
-        if query == key:
-            ends.append((MUTED, (query + 0.13, room), (key - 0.13, room), 1.6))
-            continue
-        side = 1 if key < query else -1
-        start, end = (query - 0.05 * side, room * side), (key + 0.05 * side, room * side)
-        ends.append((ACCENT if key < query else WARM, start, end, BEND))
-    back, ahead = (max([0.0, *(BEND / 2 * side * (q - k) for q, k in arrows)]) for side in (1, -1))
-    ring = RING if any(query == key for query, key in arrows) else 0.0
-    hanging = turned and not ahead  # names begin at the arrows above them
-    y, align = (room - 0.12, "top") if hanging else (0.0, "center")
-    names = [(float(at), y, align, name) for at, name in enumerate(tokens)]
-    return _Graph(names, ends, room + max(back, ring) + 0.1, room + ahead + 0.1)
-
-
-def _two_lines(keys: list[str], queries: list[str], arrows: list[tuple[int, int]], room: float) -> _Graph:
-    """Draw arrows from the queries, below, to the keys; the shorter line is centred."""
-    more, below = (len(queries) - len(keys)) / 2, -room - BETWEEN
-    key_left, query_left = max(more, 0.0), max(-more, 0.0)
-    names = [(at + key_left, -room, "bottom", name) for at, name in enumerate(keys)]
-    names += [(at + query_left, below, "top", name) for at, name in enumerate(queries)]
-    ends = [(ACCENT, (query + query_left, below + 0.08), (key + key_left, -room - 0.08), 0.0) for query, key in arrows]
-    return _Graph(names, ends, room + 0.1, 3 * room + 0.1 + BETWEEN)
-
-
-def _pairs(w: Any, tokens: Sequence[Any] | None, queries: Sequence[Any] | None) -> np.ndarray:
-    """Weights, or 1 and 0 of a mask, (nq, nk); 0 at NaN."""
+def _pairs(w: Any, tokens: Sequence[Any] | None) -> np.ndarray:
+    """Weights, or 1 and 0 of a mask, (n, n); 0 at NaN."""
     if isinstance(w, Mask):
         if tokens is None:
             raise InputError(f"tokens is None with the mask {type(w).__name__}, expected the tokens to draw")
-        n_keys = len(tokens)
-        return visible_pairs(w, n_keys if queries is None else len(queries), n_keys, "w").astype(float)
+        return visible_pairs(w, len(tokens), len(tokens), "w").astype(float)
     if isinstance(w, Profile):
         raise InputError("w is a Profile, expected the weights of one head: profile.data['weights'][text, layer, head]")
     pairs, of_booleans = array(w), "bool" in str(getattr(w, "dtype", ""))
     while pairs.ndim > 2 and len(pairs) == 1:
         pairs = pairs[0]
-    if pairs.ndim != 2 or 0 in pairs.shape:
-        raise InputError(f"w has shape {pairs.shape}, expected a matrix (nq, nk) of booleans or weights")
+    if pairs.ndim != 2 or 0 in pairs.shape or len(pairs) != len(pairs[0]):
+        raise InputError(
+            f"w has shape {pairs.shape}, expected a matrix (n, n) of booleans or weights; qkv.plot.weights draws those "
+            "of two texts"
+        )
     return pairs if of_booleans else np.nan_to_num(checked_weights(pairs))
