@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
 
 import qkv
@@ -49,7 +49,7 @@ def create_app(session: Session, *, port: int = 8765, queues: JobQueues | None =
     """The ASGI application of a session at a port of the loopback address. It computes in `queues`, or in new ones."""
     app = FastAPI(
         title="qkv view", version=qkv.__version__, description=DESCRIPTION, docs_url=None, redoc_url=None,
-        openapi_url=None, redirect_slashes=False,
+        redirect_slashes=False,
         responses={code: {"model": ErrorAnswer} for code in ERRORS},
     )  # fmt: skip
     app.state.session, app.state.queues = session, queues or JobQueues()
@@ -88,10 +88,6 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
         if "gzip" in request.headers.get("accept-encoding", ""):
             return Response(packed[name], media_type=_type_of(name), headers=headers | {"Content-Encoding": "gzip"})
         return Response(known[name], media_type=_type_of(name), headers=headers)
-
-    @app.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> Response:
-        return JSONResponse(app.openapi())
 
     @app.get("/api/session", tags=["session"])
     async def state(request: Request, response: Response) -> SessionState:
