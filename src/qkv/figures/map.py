@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
@@ -109,7 +109,7 @@ def _norm(values: np.ma.MaskedArray) -> Normalize:
 def _weight_bar(bar: Axes, image: AxesImage, norm: Normalize, what: str) -> None:
     """A colour bar in percent. A logarithmic one has powers of ten, and the largest weight if it overlaps none."""
     logarithmic = isinstance(norm, LogNorm)
-    drawn = colour_bar(bar, image, in_percent, ticks=None, extend="min" if logarithmic else "neither", extendfrac=0.03)
+    drawn = colour_bar(bar, image, in_percent, extend="min" if logarithmic else "neither", extendfrac=0.03)
     if logarithmic:
         low, top = float(norm.vmin or 0), float(norm.vmax or 1)
         tens = [10.0**n for n in range(math.ceil(math.log10(low)), math.floor(math.log10(top)) + 1)]
@@ -208,7 +208,7 @@ class StoredMap:
 
 
 MOST_OVERLAYS, ACROSS = 35, 6  # pictures in one figure, and in a row
-DARK = 0.22  # brightness, relative to the image, at a weight of 0
+SHADE = LinearSegmentedColormap.from_list("shade", ((0, 0, 0, 0), (0, 0, 0, 0.78)))  # from the largest weight to none
 
 
 def overlay_figure(
@@ -239,28 +239,10 @@ def overlay_figure(
               for n in range(len(maps) + 1)]  # fmt: skip
     show_image(panels[0], picture, "the image")
     for axes, one, name in zip(panels[1:], maps, names, strict=True):
-        show_image(axes, lit(picture, one, corners=corners), token_label(name))
+        show_image(axes, picture, token_label(name), one, corners=corners)
         peak = f"{percent(float(one.max()))} on one of {cells:,} cells"
         axes.set_xlabel(peak, fontsize=6.5, color=MUTED, labelpad=3, loc="left")
     return figure
-
-
-def lit(picture: np.ndarray, weights: np.ndarray, *, corners: bool = False) -> np.ndarray:
-    """A picture (h, w, 3) in [0, 1], dark where the weights (gh, gw) are small.
-
-    >>> lit(np.ones((2, 2, 3)), np.array([[1.0, 0.0], [0.0, 0.0]]))[..., 0].tolist()
-    [[1.0, 0.22], [0.22, 0.22]]
-    """
-    (height, width), (down, across) = picture.shape[:2], weights.shape
-    top = float(weights.max())
-    light = weights / top if top > 0 else weights
-    shift = 0.0 if corners else 0.5  # of the centres of cells
-    sides = ((height, down), (width, across))
-    rows, columns = ((np.arange(cells) + shift) * n / cells - shift for n, cells in sides)
-    along = np.stack([np.interp(np.arange(height), rows, column) for column in light.T], 1)
-    smooth = np.stack([np.interp(np.arange(width), columns, row) for row in along])
-    result: np.ndarray = picture * (DARK + (1 - DARK) * smooth[..., None])
-    return result
 
 
 def checked(image: np.ndarray) -> np.ndarray:
@@ -276,11 +258,23 @@ def checked(image: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def show_image(axes: Axes, picture: np.ndarray, name: str) -> None:
-    """An image without ticks, with its name above it."""
+def show_image(
+    axes: Axes, picture: np.ndarray, name: str, weights: np.ndarray | None = None, *, corners: bool = False
+) -> None:
+    """An image without ticks, with its name above it, dark where the weights (gh, gw) of its cells are small."""
     axes.imshow(picture, aspect="auto", interpolation="nearest")
-    axes.set_xticks([])
-    axes.set_yticks([])
+    if weights is not None:
+        (height, width), (down, across) = picture.shape[:2], weights.shape
+        tall, wide = height / down, width / across
+        y, x = (-tall / 2, -wide / 2) if corners else (-0.5, -0.5)  # the upper left corner of the first cell
+        shade = np.pad(1 - weights / (weights.max() or 1), 1, mode="edge")  # a border, into which colours are continued
+        extent = (x - wide, x + width + wide, y + height + tall, y - tall)
+        axes.imshow(
+            shade, cmap=SHADE, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="bilinear",
+            interpolation_stage="data",
+        )  # fmt: skip
+        axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
+    axes.set(xticks=[], yticks=[])
     axes.spines[:].set_color(HAIRLINE)
     axes.set_title(name, loc="left", fontsize=8.5, color=INK, pad=4)
 

@@ -193,7 +193,7 @@ def wall(
     if what is not None and image is not None:
         tall = min(talls[0], side)
         bar = place(figure, width - bar_inches + 0.12, head + above[0], 0.1, tall)
-        colour_bar(bar, image, ticks=4, label=what)
+        colour_bar(bar, image, label=what)
     return figure
 
 
@@ -271,7 +271,7 @@ def model(
         axis.set_ticks([x + 0.5 for x in range(0, n, step)], [str(x) for x in ids[::step]])
     axes.tick_params(length=0, labelsize=7.5, labelcolor=MUTED, labeltop=True, labelbottom=False, pad=2)
     axes.xaxis.set_label_position("top")
-    colour_bar(place(figure, left + wide + beside, top, 0.1, min(tall, 2.2)), image, ticks=4, label="weight")
+    colour_bar(place(figure, left + wide + beside, top, 0.1, min(tall, 2.2)), image, label="weight")
     for side, names, count in (("y", rights, rows), ("x", belows, columns)):
         if names is None:
             continue

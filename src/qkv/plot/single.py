@@ -167,7 +167,7 @@ def drawn(
     if bar is not None:
         down, across = shown.bins
         largest = "" if shown.bins == (1, 1) else f"largest {what or 'value'} in bins of {down} × {across}"
-        colour_bar(bar, image, ticks=4, label=largest or what)
+        colour_bar(bar, image, label=largest or what)
     return ax
 
 
@@ -312,7 +312,7 @@ def overlay(
     return overlay_figure(note, "", picture, np.nan_to_num(shown), grid, names, corners=corners)
 
 
-SHORTEST = 1.0  # inches of a colour bar
+SHORTEST = 1.2  # inches of a colour bar with its label
 
 
 def by_head(
@@ -361,19 +361,15 @@ def _head_numbers(table: pd.DataFrame, what: str, *, vmax: float | None = None, 
     rows, columns = table.shape
     if ax is None:
         cell = min(0.5, 6.4 / columns, 7.0 / rows)
-        wide, tall = max(cell * columns, 0.6), max(cell * rows, 0.4)
-        is_short = tall < SHORTEST  # too short for a colour bar and its label
-        title = textwrap.fill(title or (what if is_short else ""), max(16, int((wide + 0.8) * 12.5)))
+        wide, tall = max(cell * columns, 0.6), max(cell * rows, SHORTEST)
+        title = textwrap.fill(title, max(16, int((wide + 0.8) * 12.5)))
         ax, bar = framed(wide, tall, title, left=0.55, below=0.5)
-        if is_short:
-            bar.remove()
-            bar = None
-    image = layer_by_head(ax, table, norm, ticks=16, written=cell_number, colours=DIVERGING if low < 0 else COLOURS)
+    image = layer_by_head(ax, table, norm, written=cell_number, colours=DIVERGING if low < 0 else COLOURS)
     ax.set_xlabel("head", fontsize=8, color=MUTED)
     ax.set_ylabel("layer", fontsize=8, color=MUTED)
     panel_title(ax, title)
     if bar is not None:
-        colour_bar(bar, image, ticks=4, label=what)
+        colour_bar(bar, image, label=what)
     return ax
 
 
