@@ -189,10 +189,11 @@ class JobQueues:
         return all(queue.close(max(0.0, end - time.monotonic())) for queue in (self.quick, self.slow))
 
 
-async def compute(request: Request, key: Hashable, work: Work, *, quick: bool = False, long: bool = False) -> Any:
+async def compute(request: Request, work: Work, *, quick: bool = False, long: bool = False) -> Any:
     """Run `work` in a compute thread and return its result; arguments and errors as of `JobQueue.run`.
 
-    `quick` selects the queue for work of a few milliseconds, which answers a pointer or a person typing.
+    Equal requests share a job. `quick` selects the queue for work of a few milliseconds, which answers a pointer or a
+    person typing.
     """
     queues: JobQueues = request.app.state.queues
     jobs = queues.quick if quick else queues.slow
@@ -201,6 +202,7 @@ async def compute(request: Request, key: Hashable, work: Work, *, quick: bool = 
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
+    key = request.url.path, request.url.query, await request.body()
     return await jobs.run(key, work, disconnected, long=long)
 
 
