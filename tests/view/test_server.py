@@ -524,19 +524,19 @@ def test_queue_of_jobs(steps: str, begun: str, got: str) -> None:
 
 
 def test_close_does_not_wait_for_a_job_that_never_looks_whether_it_should_stop() -> None:
-    jobs, go, begun = JobQueues(), threading.Event(), list[int]()
+    jobs, go, begun = JobQueues(JobQueue(), JobQueue()), threading.Event(), list[int]()
 
     async def waits() -> None:
         work = [lambda stopped: (begun.append(1), go.wait(60))] * 2
         asked = [asyncio.ensure_future(q.run(1, w)) for q, w in zip((jobs.quick, jobs.slow), work, strict=True)]
         await asyncio.sleep(0)
         await asyncio.to_thread(until, lambda: len(begun) == 2)
-        assert not await asyncio.to_thread(jobs.close, 0.05)
+        assert not any(await asyncio.gather(*(asyncio.to_thread(queue.close, 0.05) for queue in jobs)))
         go.set()
         await asyncio.gather(*asked)
 
     asyncio.run(waits())
-    assert jobs.close(60)
+    assert all(queue.close(60) for queue in jobs)
 
 
 # --- a server and its connections -------------------------------------------------------------------------------------

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from starlette.exceptions import HTTPException
 
 from qkv.profiler.explore.pyramid import Cancelled, Stopped
 
@@ -171,22 +169,11 @@ class JobQueue:
             job.result.set_exception(error)
 
 
-class JobQueues:
+class JobQueues(NamedTuple):
     """Two queues with a thread each, so that quick jobs never wait for a slow map."""
 
-    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
-        self.quick, self.slow = JobQueue(max_waiting), JobQueue(max_waiting)
-
-    def stop(self) -> None:
-        """Stop both: see `JobQueue.stop`."""
-        self.quick.stop()
-        self.slow.stop()
-
-    def close(self, wait: float = 2) -> bool:
-        """Close both: see `JobQueue.close`. It takes at most `wait` seconds in all."""
-        self.stop()
-        end = time.monotonic() + wait
-        return all(queue.close(max(0.0, end - time.monotonic())) for queue in (self.quick, self.slow))
+    quick: JobQueue
+    slow: JobQueue
 
 
 async def compute(request: Request, work: Work, *, quick: bool = False, long: bool = False) -> Any:
@@ -204,8 +191,3 @@ async def compute(request: Request, work: Work, *, quick: bool = False, long: bo
 
     key = request.url.path, request.url.query, await request.body()
     return await jobs.run(key, work, disconnected, long=long)
-
-
-def not_found(sentence: str) -> HTTPException:
-    """A 404 error whose detail is the sentence."""
-    return HTTPException(404, sentence)

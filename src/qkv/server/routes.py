@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
 
 from qkv.profiler.data.similarity import held_maps, similarities
 from qkv.profiler.explore.explorer import Info
 from qkv.profiler.explore.pyramid import Stopped
-from qkv.server.jobs import Work, compute, not_found
+from qkv.server.jobs import Work, compute
 from qkv.server.schemas import (
     LARGEST_INDEX,
     InterventionRequest,
@@ -131,13 +131,13 @@ def ready_source(request: Request, s: int) -> Source:
     source = session.sources[_checked_index("source", s, len(session.sources))]
     if source.state != "ready":
         reason = source.error or f"it is still {source.stage}"
-        raise not_found(f"The source {source.name} is not ready: {reason}")
+        raise HTTPException(404, f"The source {source.name} is not ready: {reason}")
     return source
 
 
 def _checked_index(name: str, index: int, n: int) -> int:
     if index >= n:
-        raise not_found(f"{name} is {index}, expected {'0' if n == 1 else f'0..{n - 1}'}.")
+        raise HTTPException(404, f"{name} is {index}, expected {'0' if n == 1 else f'0..{n - 1}'}.")
     return index
 
 
@@ -170,7 +170,7 @@ async def tile(
 ) -> Response:  # fmt: skip
     """Tile (i, j) of the map, in row i and column j of tiles: at most 256 × 256 pixels, rows × columns float32."""
     if version != request.app.state.session.version:
-        raise not_found("The page belongs to an earlier run of the server: reload it.")
+        raise HTTPException(404, "The page belongs to an earlier run of the server: reload it.")
     report = request.app.state.queues.slow.report_progress
     assert at.head is not None
     where = at.group, at.text, at.layer, at.head, zoom, i, j
@@ -282,5 +282,5 @@ def _session(request: Request) -> Session:
 def _live(request: Request) -> Live:
     live = _session(request).live
     if live is None:
-        raise not_found("The server has no language model for live text.")
+        raise HTTPException(404, "The server has no language model for live text.")
     return live

@@ -26,7 +26,7 @@ from qkv.errors import InputError
 from qkv.report.payload import looks
 from qkv.server import routes
 from qkv.server.guard import Connection, Guard, error_answer
-from qkv.server.jobs import ClientDisconnected, JobQueues, QueueFull, not_found
+from qkv.server.jobs import ClientDisconnected, JobQueue, JobQueues, QueueFull
 from qkv.server.routes import IMMUTABLE
 from qkv.server.schemas import ErrorAnswer, SessionState
 
@@ -52,7 +52,7 @@ def create_app(session: Session, *, port: int = 8765, queues: JobQueues | None =
         redirect_slashes=False,
         responses={code: {"model": ErrorAnswer} for code in ERRORS},
     )  # fmt: skip
-    app.state.session, app.state.queues = session, queues or JobQueues()
+    app.state.session, app.state.queues = session, queues or JobQueues(JobQueue(), JobQueue())
     _add_error_handlers(app)
     _add_pages(app, [page.folder for page in session.pages])
     for router in (routes.data_router, routes.model_router, *(page.router for page in session.pages)):
@@ -83,7 +83,7 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
     @app.get("/static/{name}", include_in_schema=False)
     async def static(request: Request, name: str) -> Response:
         if name not in known:
-            raise not_found("There is no such file.")
+            raise HTTPException(404, "There is no such file.")
         headers = {"Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
         if "gzip" in request.headers.get("accept-encoding", ""):
             return Response(packed[name], media_type=_type_of(name), headers=headers | {"Content-Encoding": "gzip"})
@@ -154,7 +154,7 @@ def serve_in_thread(session: Session, *, port: int = 0, queues: JobQueues | None
 
     Only this machine can connect. At the end all computation is stopped, so that no request waits for its result.
     """
-    queues = queues or JobQueues()
+    queues = queues or JobQueues(JobQueue(), JobQueue())
     with _socket(port) as sock:
         # The socket comes first: for port 0 the system chooses the port, which the checks of the Host header must know.
         port = sock.getsockname()[1]
@@ -171,7 +171,8 @@ def serve_in_thread(session: Session, *, port: int = 0, queues: JobQueues | None
                 time.sleep(0.01)
             yield f"http://127.0.0.1:{port}/"
         finally:
-            queues.stop()
+            for queue in queues:
+                queue.stop()
             server.should_exit = True
             thread.join()
 
@@ -184,7 +185,7 @@ def serve(session: Session, *, port: int = 0, on_start: Callable[[str], None] = 
     Returns:
         Whether all threads of the server have ended. The interpreter cannot exit cleanly while one still computes.
     """
-    queues = JobQueues()
+    queues = JobQueues(JobQueue(), JobQueue())
     with (
         suppress(KeyboardInterrupt),
         serve_in_thread(session, port=port, queues=queues) as url,
@@ -195,7 +196,7 @@ def serve(session: Session, *, port: int = 0, on_start: Callable[[str], None] = 
         finally:
             session.stop()
     end = time.monotonic() + CLOSE
-    return all([queues.close(CLOSE), session.close(max(0.0, end - time.monotonic()))])
+    return all(part.close(max(0.0, end - time.monotonic())) for part in (*queues, session))
 
 
 def _socket(port: int) -> socket.socket:
