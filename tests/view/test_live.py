@@ -198,7 +198,7 @@ def test_a_model_of_hugging_face_answers_with_its_own_weights_and_those_of_the_e
     for got, weights in zip(plain.weights, want.attentions, strict=True):
         torch.testing.assert_close(got, weights[0], atol=1e-5, rtol=1e-4)
     lse = torch.from_numpy(qkv.profile(model, torch.tensor([ids]), probe=False, progress=False).data["lse"].values)[0]
-    edited = live._run(ids, {(0, 1): ("off-by-one", 1.0), (1, 0): ("softmax", 2.0)})
+    edited = live._run(ids, {(0, 1): _change("off-by-one", 1.0), (1, 0): _change("softmax", 2.0)})
     share = torch.sigmoid(lse[0, 1])[:, None]  # of a row that the additional logit of 0 leaves to the keys
     torch.testing.assert_close(edited.weights[0][1], plain.weights[0][1] * share, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(edited.weights[0][0], plain.weights[0][0], atol=1e-5, rtol=1e-4)

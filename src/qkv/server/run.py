@@ -5,7 +5,6 @@ Every error is answered with one sentence.
 
 from __future__ import annotations
 
-import gzip
 import socket
 import threading
 import time
@@ -65,7 +64,6 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
     folder = files("qkv.page")
     # All files are read at the start and found by name, so a name that a client sends never becomes a path.
     known = {x.name: x.read_bytes() for where in (*others, folder) for x in where.iterdir() if _type_of(x.name)}
-    packed = {name: gzip.compress(content, mtime=0) for name, content in known.items()}
     styles = "".join(
         f'<link rel="stylesheet" href="/static/{name}">\n'
         for name in sorted(known) if name.startswith("page_") and name.endswith(".css")
@@ -81,13 +79,10 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
         return Response(status_code=204, headers={"Cache-Control": IMMUTABLE})  # browsers always request it
 
     @app.get("/static/{name}", include_in_schema=False)
-    async def static(request: Request, name: str) -> Response:
+    async def static(name: str) -> Response:
         if name not in known:
             raise HTTPException(404, "There is no such file.")
-        headers = {"Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
-        if "gzip" in request.headers.get("accept-encoding", ""):
-            return Response(packed[name], media_type=_type_of(name), headers=headers | {"Content-Encoding": "gzip"})
-        return Response(known[name], media_type=_type_of(name), headers=headers)
+        return Response(known[name], media_type=_type_of(name), headers={"Cache-Control": "no-cache"})
 
     @app.get("/api/session", tags=["session"])
     async def state(request: Request, response: Response) -> SessionState:
