@@ -395,18 +395,10 @@ def test_headers_must_name_this_server(row: dict[str, Any]) -> None:
         assert ask(LOCAL, "/api/session", headers=headers).status_code == 403, "it came twice"
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "headers", "status"),
-    [
-        *((method, "/", {}, 405) for method in ("PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")),
-        ("GET", f"/?x={'y' * 5000}", {}, 414),
-        ("POST", "/", {"content-length": str(MAX_BODY + 1)}, 413),
-        ("POST", "/", {"content-length": "9" * 13}, 413),
-        ("POST", "/", {"content-length": "-1"}, 413),
-    ],
-)
-def test_methods_and_sizes_out_of_bounds_are_rejected(method: str, path: str, headers: Any, status: int) -> None:
-    sentence(ask(LOCAL, path, method, headers=headers), status)
+def test_methods_and_addresses_out_of_bounds_are_rejected(app: Guard) -> None:
+    for method in ("PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"):
+        sentence(ask(app, "/", method), 405)
+    sentence(ask(app, f"/?x={'y' * 5000}"), 414)
 
 
 def test_large_and_slow_bodies_are_rejected(app: Guard, monkeypatch: pytest.MonkeyPatch) -> None:

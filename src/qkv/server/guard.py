@@ -51,11 +51,9 @@ class Connection(H11Protocol):
 
 
 MAX_BODY = 64 * 1024  # bytes
-TOO_LARGE = f"The request is larger than {MAX_BODY // 1024} KiB."
 MAX_QUERY = 4 * 1024  # bytes of the query string
 BODY_SECONDS = 10  # for a body to arrive: a slow sender occupies a connection no longer than this
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-METHODS = frozenset({"GET", "HEAD", "POST"})
 OWN_SITE = frozenset({"same-origin", "none"})  # Sec-Fetch-Site of requests by our own page, and of a typed address
 
 SECURITY = {
@@ -99,13 +97,12 @@ class Guard:
 
         if (problem := self._problem(scope, Headers(scope=scope))) is not None:
             await error_answer(*problem)(scope, receive, protected)
-        elif scope["method"] == "POST":
-            await self.app(scope, _limited(receive), protected)
         else:  # HEAD is answered as GET without the body (RFC 9110, section 9.3.2).
-            await self.app({**scope, "method": "GET"}, receive, protected)
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            await self.app({**scope, "method": method}, _limited(receive), protected)
 
     def _problem(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
-        """Status and sentence if the method, the address or the headers are invalid; None if they are valid."""
+        """Status and sentence if the address or the headers are invalid; None if they are valid."""
         host = (_single(headers, "host") or "").lower()
         if host not in self.hosts:
             return 403, "The Host of the request is not this server's: open the address that its terminal shows."
@@ -115,13 +112,8 @@ class Guard:
         sites = headers.getlist("sec-fetch-site")
         if scope["path"].startswith("/api/") and not OWN_SITE.issuperset(sites):
             return 403, "The request comes from a page of another site."
-        if scope["method"] not in METHODS:
-            return 405, "The method is not GET, HEAD or POST."
         if len(scope["query_string"]) > MAX_QUERY:
             return 414, "The address is too long."
-        length = _single(headers, "content-length") or "0"
-        if not length.isdecimal() or len(length) > 12 or int(length) > MAX_BODY:
-            return 413, TOO_LARGE
         return None
 
 
@@ -147,7 +139,7 @@ def _limited(receive: Receive) -> Receive:
             raise HTTPException(408, f"The request took more than {BODY_SECONDS} seconds to arrive.") from None
         size += len(message.get("body", b""))
         if size > MAX_BODY:
-            raise HTTPException(413, TOO_LARGE)
+            raise HTTPException(413, f"The request is larger than {MAX_BODY // 1024} KiB.")
         is_whole = not message.get("more_body", False)
         return message
 
