@@ -31,7 +31,7 @@ from qkv.figures.layout import (
 )
 from qkv.masks import Mask
 from qkv.plot.given import Matrix, array, checked_weights, layers, masked, select_layer, token_lists, visible_pairs
-from qkv.plot.single import draw, norm_of, pooled
+from qkv.plot.single import draw, matrix_of, norm_of, pooled
 from qkv.profiler.profiles import Profile
 
 MANY_WIDTH = 7.0  # inches of a figure of several panels
@@ -84,16 +84,8 @@ def panels(
     if not isinstance(matrices, Mapping) or not matrices:
         got = "empty" if isinstance(matrices, Mapping) else kind_of(matrices)
         raise InputError(f"matrices is {got}, expected a dictionary with at least one matrix by its title")
-    given = {name: array(m, f"matrices[{name!r}]") for name, m in matrices.items()}
-    for name, m in given.items():
-        if m.ndim != 2 or 0 in m.shape:
-            raise InputError(f"matrices[{name!r}] has shape {m.shape}, expected a matrix (nq, nk)")
+    shown = {name: matrix_of(m, f"matrices[{name!r}]", tokens, queries, mask) for name, m in matrices.items()}
     truth = all("bool" in str(getattr(m, "dtype", "")) for m in matrices.values())
-    named = tokens is not None or queries is not None
-    shown = {
-        name: Matrix(masked(m, mask), *(token_lists(tokens, queries, *m.shape) if named else ()))
-        for name, m in given.items()
-    }
     norm = norm_of(list(shown.values()), vmin, 1.3 if truth and vmax is None else vmax, power)
     return wall(shown, norm, columns=columns, labels=labels, what=None if truth else what, title=title)
 
@@ -157,42 +149,36 @@ def wall(
     across = (n if n <= 4 else min(4, -(-n // -(-n // 4)))) if columns is None else columns
     at_least_one("panels", columns=across)
     across = min(across, n)
-    down = -(-n // across)
     shown = [pooled(m, 400) for m in given.values()]
     tallest, longest = (max(m.values.shape[axis] for m in given.values()) for axis in (0, 1))
     left = 0.45 + max(label_inches(m.queries, SIDE / tallest, across=False) for m in shown)
     gap, bar_inches = 0.22, 0.15 if what is None else 0.75
     side = min(SIDE, (MANY_WIDTH - left - bar_inches - gap * (across - 1)) / across)
     below = 0.35 + max(label_inches(m.keys, side / longest, across=True) for m in shown)
-    ratios = [min(1.7, max(0.2, m.values.shape[0] / m.values.shape[1])) for m in given.values()]
-    talls = [side * max(ratios[row * across : (row + 1) * across]) for row in range(down)]
+    talls = [side * min(1.7, max(0.2, m.values.shape[0] / m.values.shape[1])) for m in given.values()]
     texts = [textwrap.fill(name, max(12, int(side * 15))) for name in given]
-    above = [0.12 + 0.15 * max(text.count("\n") + 1 for text in texts[row * across : (row + 1) * across])
-             for row in range(down)]  # fmt: skip
-    lines = textwrap.wrap(title, int((left + across * (side + gap) + bar_inches) * 11)) if title else []
-    head = 0.12 + 0.2 * len(lines)
     width = left + across * (side + gap) - gap + bar_inches
-    figure = Drawing(figsize=(width, head + sum(above) + sum(talls) + 0.12 * (down - 1) + below))
+    lines = textwrap.wrap(title, int(width * 11)) if title else []
+    tops, y = list[float](), 0.12 + 0.2 * len(lines)
+    for row in range(0, n, across):  # the upper edges of the panels, below their titles
+        y += 0.12 + 0.15 * max(text.count("\n") + 1 for text in texts[row : row + across])
+        tops.append(y)
+        y += max(talls[row : row + across]) + 0.12
+    figure = Drawing(figsize=(width, y - 0.12 + below))
     _head(figure, lines)
-    image, y = None, head
-    for row in range(down):
-        y += above[row]
-        for column in range(across):
-            if (index := row * across + column) >= n:
-                break
-            axes = place(figure, left + column * (side + gap), y, side, side * ratios[index])
-            image = draw(axes, shown[index], norm, labels=labels, title=texts[index])
-            axes.title.set_fontsize(8)
-            if column:  # only the outer panels have labels
-                axes.set_ylabel("")
-                axes.tick_params(labelleft=False)
-            if index + across < n:
-                axes.set_xlabel("")
-                axes.tick_params(labelbottom=False)
-        y += talls[row] + 0.12
-    if what is not None and image is not None:
-        tall = min(talls[0], side)
-        bar = place(figure, width - bar_inches + 0.12, head + above[0], 0.1, tall)
+    for index, (m, tall, text) in enumerate(zip(shown, talls, texts, strict=True)):
+        row, column = divmod(index, across)
+        axes = place(figure, left + column * (side + gap), tops[row], side, tall)
+        image = draw(axes, m, norm, labels=labels, title=text)
+        axes.title.set_fontsize(8)
+        if column:  # only the outer panels have labels
+            axes.set_ylabel("")
+            axes.tick_params(labelleft=False)
+        if index + across < n:
+            axes.set_xlabel("")
+            axes.tick_params(labelbottom=False)
+    if what is not None:
+        bar = place(figure, width - bar_inches + 0.12, tops[0], 0.1, min(max(talls[:across]), side))
         colour_bar(bar, image, label=what)
     return figure
 

@@ -135,12 +135,17 @@ def matrix(
     >>> qkv.plot.matrix(scores, labels=("row", "column")).images[0].norm.vmin
     -2.0
     """
-    shown = array(m, "m")
-    if shown.ndim != 2 or 0 in shown.shape:
-        raise InputError(f"m has shape {shown.shape}, expected a matrix (rows, columns)")
-    found = Matrix(masked(shown, mask), *token_lists(tokens, queries, *shown.shape))
-    norm = norm_of([found], vmin, vmax)
-    return drawn(found, norm, values=values, labels=labels, what=what, title=title, ax=ax)
+    shown = matrix_of(m, "m", tokens, queries, mask)
+    norm = norm_of([shown], vmin, vmax)
+    return drawn(shown, norm, values=values, labels=labels, what=what, title=title, ax=ax)
+
+
+def matrix_of(m: Any, name: str, tokens: Sequence[Any] | None, queries: Sequence[Any] | None, mask: Any) -> Matrix:
+    """Any matrix, with the names of both sides that are given."""
+    values = array(m, name)
+    if values.ndim != 2 or 0 in values.shape:
+        raise InputError(f"{name} has shape {values.shape}, expected a matrix (rows, columns)")
+    return Matrix(masked(values, mask), *token_lists(tokens, queries, *values.shape))
 
 
 def drawn(
