@@ -71,7 +71,7 @@ def test_next_token_probabilities_equal_the_model(live: Live) -> None:
 def test_interventions_change_weights_and_divergence_as_in_the_edited_model(
     live: Live, edits: list[SimpleNamespace] | str
 ) -> None:
-    layers, heads = live.description().layers, live.description().heads
+    layers, heads = live.description.layers, live.description.heads
     edits = [edit(*at, "sigmoid") for at in np.ndindex(layers, heads)] if isinstance(edits, str) else edits
     answer = live.answer(asked(edits=edits, k=8))
     ids = torch.tensor([load_text_model("qkv-mini").encode(EXAMPLE)])
@@ -100,7 +100,7 @@ def test_intervention_with_the_trained_normalizer_changes_nothing() -> None:
     torch.manual_seed(0)
     model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=2, normalizer="off_by_one")).eval()
     live = Live(Loaded("tiny", model, ByteTokenizer()))
-    said = live.description()
+    said = live.description
     assert said.normalizers[0] == "off-by-one"
     answer = live.answer(asked("héé", [edit(0, 0, "off-by-one")], layer=0, head=0))
     assert answer["divergence"] == 0
@@ -147,7 +147,7 @@ def test_bytes_of_a_character_are_joined() -> None:
 def test_single_token_has_no_queries_after_the_first(live: Live) -> None:
     answer = live.answer(asked(""))
     assert answer["tokens"] == ["<s>"]
-    said = live.description()
+    said = live.description
     assert answer["sink"]["after"] == [[0.0] * said.heads] * said.layers
     assert all(math.isfinite(x["probability"]) for x in answer["next"]["after"])
 
@@ -186,9 +186,9 @@ def test_a_model_of_hugging_face_answers_with_its_own_weights_and_those_of_the_e
         )
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    assert Live(Loaded("body", model.base_model, ByteTokenizer())).description() is None, "it has no next token"
+    assert Live(Loaded("body", model.base_model, ByteTokenizer())).description is None, "it has no next token"
     live = Live(Loaded("tiny", model, ByteTokenizer()))
-    said = live.description()
+    said = live.description
     assert (said.layers, said.heads, said.most_tokens) == (2, 4, 64)
     ids = live._ids(SimpleNamespace(text="import os", ids=None))
     plain = live._run(ids, {})
@@ -198,7 +198,7 @@ def test_a_model_of_hugging_face_answers_with_its_own_weights_and_those_of_the_e
     for got, weights in zip(plain.weights, want.attentions, strict=True):
         torch.testing.assert_close(got, weights[0], atol=1e-5, rtol=1e-4)
     lse = torch.from_numpy(qkv.profile(model, torch.tensor([ids]), probe=False, progress=False).data["lse"].values)[0]
-    edited = live._run(ids, {(0, 1): ("off-by-one", 1.0), (1, 0): ("softmax", 2.0)})
+    edited = live._run(ids, {(0, 1): _change("off-by-one", 1.0), (1, 0): _change("softmax", 2.0)})
     share = torch.sigmoid(lse[0, 1])[:, None]  # of a row that the additional logit of 0 leaves to the keys
     torch.testing.assert_close(edited.weights[0][1], plain.weights[0][1] * share, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(edited.weights[0][0], plain.weights[0][0], atol=1e-5, rtol=1e-4)

@@ -134,7 +134,7 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "scores": lambda: plot.matrix(torch.randn(9, 4), what="score", labels=("row", "column")),
     "heads": lambda: plot.heads(weights(8, 12, 12), WORDS, title="Eight heads"),
     "panels": lambda: plot.panels({"a long name of a matrix": weights(3, 3), "b": weights(3, 6)}),
-    "graph of two texts": lambda: plot.arcs(weights(3, 12), WORDS, queries=WORDS[:3], title="Graph"),
+    "graph": lambda: plot.arcs(weights(12, 12), WORDS, title="Graph"),
 }
 
 
@@ -153,6 +153,7 @@ WEIGHTS_REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("w", lambda: plot.model((None, None))),
     ("w", lambda: plot.model(((weights(1, 2, 3, 3),),))),
     ("w", lambda: plot.arcs(weights(60, 60))),
+    ("w", lambda: plot.arcs(weights(3, 4))),
     ("w", lambda: plot.weights(torch.eye(3) * 1j)),
     ("item", lambda: plot.weights(weights(2, 1, 3, 3))),
     ("item", lambda: plot.weights(weights(2, 1, 3, 3), item=2)),

@@ -1,4 +1,4 @@
-"""The HTML report and the card of a notebook: small, safe against hostile tokens; test_viewer.py opens it."""
+"""The HTML report: small, safe against hostile tokens; test_viewer.py opens it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import zlib
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ import qkv
 from qkv.errors import InputError
 from qkv.profiler import Profile
 from qkv.profiler.data import tables
-from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.tables import MIXED, ROLES
 from qkv.report import html as report
-from qkv.report.notebook import text
 from qkv.report.payload import display, payload, pooled_maps
 from viewer_fixture import HOSTILE, hostile
 
@@ -177,63 +174,3 @@ def test_pooled_maps_in_a_report_are_those_of_the_profile(pooled: Profile, avera
         np.testing.assert_allclose(got[large], want[large], rtol=0.024)
         assert ((got > 0) == visible).all()
         np.testing.assert_allclose(got[~large & visible], about["low"])
-
-
-# --- the card of a notebook -------------------------------------------------------------------------------------------
-
-
-class Parsed(HTMLParser):
-    """The elements, text and attributes of parsed HTML."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def all_hostile() -> Profile:
-    """A profile in which every string is an injection attack and every head has a sink at one of them."""
-    n = len(HOSTILE)
-    weights = np.full((2, 3, n, n), 0.1 / n)
-    weights[..., 2] += 0.9
-    data = made.dataset_from_weights([weights], [HOSTILE], modules=HOSTILE[:2], special=tuple(HOSTILE[:3]))
-    return Profile({"self": data}, {"model": HOSTILE[0] + HOSTILE[4] + HOSTILE[9], "text_preview": HOSTILE[1]})
-
-
-def test_the_card_shows_the_numbers_of_the_profile_and_names_every_kind_of_attention() -> None:
-    profile = made.gpt()
-    html = profile._repr_html_()
-    parsed = Parsed(html)
-    for said in ("gpt-by-hand", Findings(profile.data).headline, "3 layers × 5 heads, 61 tokens", "profile.heads()"):
-        assert said in parsed.text
-    opacity = [float(value) for name, value in parsed.attributes if name == "fill-opacity" and value != ".75"]
-    heads = profile.heads()
-    sink = heads["sink"].to_numpy()
-    np.testing.assert_allclose(opacity, 0.08 + 0.92 * sink / sink.max(), atol=1e-3)
-    assert re.findall(r"<title>(.*?)</title>", html)[6] == f"L1 · H1: {100 * sink[6]:.0f} %; {heads['goes_to'][6]}"
-    shown = Parsed(made.encoder_decoder()._repr_html_()).text
-    for name, size in (("encoder", "8 tokens"), ("decoder", "6 tokens"), ("cross", "6 × 8 tokens")):
-        assert f"{name} 2 layers × 3 heads, {size}, 2 texts" in shown
-
-
-def test_hostile_strings_are_text() -> None:
-    html = all_hostile()._repr_html_()
-    parsed = Parsed(html)
-    assert set(parsed.tags) <= {"div", "b", "bdi", "span", "code", "svg", "g", "rect", "text", "title"}
-    assert not any(name.startswith("on") or "javascript:" in value for name, value in parsed.attributes)
-    assert HOSTILE[0] in parsed.text
-    assert "‹U+202E›evil" in parsed.text
-    assert HOSTILE[2] in parsed.text, "the tooltips name the target of the heads"
-    assert not set("\u202e\x00\x07\x1b") & set(html)
-    assert text("<a b='c' d=\"e\">&") == "&lt;a b=&#x27;c&#x27; d=&quot;e&quot;&gt;&amp;"
-    assert text("א\u200f\n\u2028") == "א‹U+200F›‹U+000A›‹U+2028›"
-    assert text("👩\u200d🔬") == "👩\u200d🔬"

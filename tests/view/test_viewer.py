@@ -519,7 +519,7 @@ def check_sinks(tab: Tab, answer: dict[str, Any], when: str) -> None:
 
 def test_live_page_answers_while_typing_and_keeps_a_long_text(view: Opens, mini: Served, live: Live) -> None:
     one = view(mini).open("live")
-    check_bars(one, live.answer(asked(live.description().example)), edited=False)
+    check_bars(one, live.answer(asked(live.description.example)), edited=False)
     text = "def add(a, b):\n    return a +"
     one.page.fill("#live-text", text)
     answer = live.answer(asked(text))

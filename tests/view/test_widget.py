@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 pytest.importorskip("anywidget", reason="the widget needs anywidget")
 
 import profile_fixture as made
 import qkv
 from conftest import refused
-from qkv.report import notebook, widget
+from qkv.report import widget
 
 CODE = "def mean(values):\n    return sum(values) / len(values)\n" * 20
 
@@ -81,16 +82,19 @@ def test_other_inputs_than_those_of_the_profile_are_an_error_on_the_page(monkeyp
         profile.widget("qkv-mini")
 
 
-def test_a_notebook_shows_the_widget_and_keeps_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_shows_the_widget_and_keeps_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = made.gpt()
     assert profile._repr_mimebundle_() == {}, "this is no notebook"
+    assert profile._repr_png_().startswith(b"\x89PNG")
     shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))
     monkeypatch.setitem(sys.modules, "IPython", shell)
     assert (
         profile._repr_mimebundle_()["application/vnd.jupyter.widget-view+json"]["model_id"] == profile.widget().model_id
     )
-    assert "text/html" not in profile._repr_mimebundle_(), "IPython adds it from _repr_html_"
+    assert "image/png" not in profile._repr_mimebundle_(), "IPython adds it from _repr_png_"
     assert profile._display_() is profile.widget()
-    monkeypatch.setattr(notebook, "has_anywidget", lambda: False)
+    monkeypatch.setattr("qkv.profiler.profiles.find_spec", lambda name: None)
     assert profile._repr_mimebundle_() == {}
-    assert profile._display_()._repr_html_() == profile._repr_html_()
+    monkeypatch.undo()
+    monkeypatch.setattr("qkv.profiler.profiles.find_spec", lambda name: None)
+    assert isinstance(profile._display_(), Figure)

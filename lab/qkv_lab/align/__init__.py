@@ -48,13 +48,11 @@ class CaptionAnswer(BaseModel):
 @router.post("/align")
 async def align(request: Request, body: AlignRequest) -> AlignAnswer:
     """The output of a sequence-to-sequence model, and its attention weights for each output word."""
-    key = ("align", body.model_dump_json())
-    answer = await compute(request, key, lambda stopped: aligners.align(body.model, body.text), quick=True)
+    answer = await compute(request, lambda stopped: aligners.align(body.model, body.text), quick=True)
     return AlignAnswer(**answer)
 
 
 @router.post("/caption")
 async def caption(request: Request, body: CaptionRequest) -> CaptionAnswer:
     """The caption of a held-out scene, and the attention weights on the image for each word."""
-    key = ("caption", body.scene)
-    return CaptionAnswer(**await compute(request, key, lambda stopped: aligners.caption(body.scene), quick=True))
+    return CaptionAnswer(**await compute(request, lambda stopped: aligners.caption(body.scene), quick=True))

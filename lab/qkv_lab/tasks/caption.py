@@ -178,7 +178,7 @@ def _greedy_captions(model: nn.Module, images: Tensor) -> list[list[int]]:
 
 def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Measured, kind: str) -> Figure:
     """One image per generated word, darkened where the attention is low, with the named object outlined."""
-    from qkv.figures.map import lit, show_image
+    from qkv.figures.map import show_image
     from qkv_lab.draw import panels
 
     rows = [-(-(len(words) + 1) // COLUMNS) for _, _, words, _ in shown]
@@ -201,7 +201,7 @@ def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Mea
         show_image(axes[first], picture, "the image")
         truth = zip(held.captions[i, 1:], held.objects[i, 1:], strict=True)
         for panel, word, weights, (right, thing) in zip(axes[first + 1 :], words, maps, truth, strict=False):
-            show_image(panel, lit(picture, weights, corners=True), VOCABULARY[word])
+            show_image(panel, picture, VOCABULARY[word], weights, corners=True)
             if word == right and thing >= 0:
                 mask = held.masks[i, thing]
                 panel.contour(mask, [0.5], colors="white", linewidths=0.9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import webbrowser
@@ -34,7 +33,6 @@ def view(
     *,
     target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
     against: Annotated[str | None, tyro.conf.arg(metavar="PROFILE|MODEL", help_behavior_hint="")] = None,
-    host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1",
     port: Annotated[int, tyro.conf.arg(metavar="N")] = 8765,
     no_browser: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
@@ -56,9 +54,7 @@ def view(
         given: Model or profile, and text.
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
         against: A second profile, or a second model on the same text, to compare with the first.
-        host: Address to listen on. If it is not a loopback address, other machines can connect; they need the token in
-            the printed address.
-        port: Port of the server; 0 chooses a free port.
+        port: Port of the server; 0 chooses a free port. Only this machine can connect to it.
         no_browser: Print the address without opening a browser.
     """
     source = given.model
@@ -67,7 +63,6 @@ def view(
         raise InputError(f"--port is {port}, expected 0 (a free port) to 65535")
 
     from qkv.profiler.capture.inputs import batches
-    from qkv.server.guard import WILDCARDS
     from qkv.server.run import serve
     from qkv.server.session import Session
 
@@ -90,13 +85,10 @@ def view(
 
     def started(url: str) -> None:
         print_line("Viewer", url, main=True)
-        if host in WILDCARDS:
-            elsewhere = url.replace("localhost", socket.gethostname(), 1)
-            print_line("", f"or, from another machine, {elsewhere}")
         print_line("", "Ctrl+C ends it.")
         if not no_browser:  # in a thread: a browser in the terminal would keep the server from starting
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
-    if not serve(session, host=host, port=port, on_start=started):
+    if not serve(session, port=port, on_start=started):
         sys.stdout.flush()
         os._exit(0)  # threads that still compute would make the interpreter abort

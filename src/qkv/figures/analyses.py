@@ -72,7 +72,7 @@ def ablation_figure(ablation: Ablation) -> Figure:
     largest = max(1e-6, float(table["delta_nats"].abs().max()))
     axes = head_map(
         figure, 0.65, 1.1, wide, tall, table, "delta_nats", TwoSlopeNorm(0, -largest, largest),
-        "change of the loss, nats per token", ticks=12, written=cell_number if cell > 0.4 else None, colours=DIVERGING,
+        "change of the loss, nats per token", written=cell_number if cell > 0.4 else None, colours=DIVERGING,
     )  # fmt: skip
     bars = chart(figure, 0.65 + wide + 1.0, 1.1, beside, tall, "all heads of the layer at once")
     bars.barh(range(layers), ablation.layers["delta_nats"], height=0.7, color=WARM)
@@ -151,7 +151,7 @@ def heads_figure(eviction: Eviction) -> Figure:
         axes = head_map(
             figure, 0.65 + index * (wide + gap), 1.1, wide, tall, rows, "mass_lost", norm,
             f"{policy}, mean {percent(rows['mass_lost'].mean())}", bar=policy == policies[-1], number=hundredths,
-            ticks=12, written=lambda value: f"{100 * value:.0f}",
+            written=lambda value: f"{100 * value:.0f}",
         )  # fmt: skip
         axes.set_ylabel("" if index else "layer")
     return figure

@@ -69,7 +69,7 @@ def comparison_figure(comparison: Comparison, group: str) -> Figure:
         limit = np.nanmax([MIN_SCALE[unit], *(shares if unit == "%" else [heads[f"{name}_difference"].abs().max()])])
         axes = head_map(
             figure, left + index * (wide + gap), top, wide, tall, heads, f"{name}_difference",
-            Normalize(-limit, limit), label + (", % points" if unit == "%" else f", {unit}"), bar_ticks=5,
+            Normalize(-limit, limit), label + (", % points" if unit == "%" else f", {unit}"),
             number=partial(_signed, scale=100 if unit == "%" else 1), colours=DIVERGING,
         )  # fmt: skip
         axes.set_ylabel("" if index else "layer")

@@ -184,17 +184,17 @@ def note(axes: Axes, y: float, text: str) -> None:
 
 
 def colour_bar(
-    bar: Axes, image: Any, number: Callable[[float], str] | None = None, *, ticks: int | None = 3, label: str = "",
-    **options: Any,
-) -> Colorbar:  # fmt: skip
-    """The colour bar of an image. `number` formats its numbers: one an inch, at least `ticks`; as they are for None.
+    bar: Axes, image: Any, number: Callable[[float], str] | None = None, *, label: str = "", **options: Any
+) -> Colorbar:
+    """The colour bar of an image. `number` formats its numbers: four or one an inch, unless the scale is logarithmic.
 
     `label` names the quantity; `options` are those of `Figure.colorbar`.
     """
     drawn: Colorbar = bar.figure.colorbar(image, cax=bar, **options)
     drawn.outline.set_visible(False)
-    if ticks is not None:
-        drawn.locator = MaxNLocator(max(ticks, round(bar.bbox.height / bar.figure.dpi)))
+    if not isinstance(image.norm, LogNorm):
+        inches = bar.bbox.height / bar.figure.dpi
+        drawn.locator = MaxNLocator(max(1, min(4, int(5 * inches)), round(inches)))
         drawn.update_ticks()
     if number is not None:
         bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
@@ -237,12 +237,12 @@ def token_strip(
     rows = np.arange(len(values) + 1) - 0.5
     image = axes.pcolormesh(edges - 0.5, rows, binned, cmap=colours, norm=norm, rasterized=True, linewidth=0)
     axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
-    colour_bar(bar, image, in_percent, ticks=None, extend="min" if extend else "neither", extendfrac=extend or None)
+    colour_bar(bar, image, in_percent, extend="min" if extend else "neither", extendfrac=extend or None)
 
 
 def number_ticks(axis: Axis, ids: Any, most: int = 16) -> None:
-    """About `most` ticks at the ids of layers, heads or depths, which stand at 0, 1, 2 …"""
-    step = max(1, round(len(ids) / most))
+    """At most `most` ticks at the ids of layers, heads or depths, which stand at 0, 1, 2 …"""
+    step = max(1, -(-len(ids) // most))
     axis.set_ticks(np.arange(0, len(ids), step), [str(x) for x in ids[::step]])
 
 
@@ -267,23 +267,23 @@ def layer_by_head(
     norm: Normalize,
     *,
     colours: Colormap = COLOURS,
-    ticks: int = 6,
     written: Callable[[float], str] | None = None,
 ) -> AxesImage:
     """A map of all heads, with a row for each layer and a column for each head, in axes of their final size.
 
-    NaN leaves a cell blank. About `ticks` ids are printed on each side; `written` formats the value printed in a cell,
-    if cells are large enough.
+    NaN leaves a cell blank. `written` formats the value printed in a cell, if cells are large enough.
     """
     image = heat(axes, values.to_numpy(), norm, colours, missing="white")
     axes.spines[:].set_visible(False)
-    number_ticks(axes.xaxis, values.columns, ticks)
-    number_ticks(axes.yaxis, values.index, ticks)
     rows, columns = values.shape
-    cell = min(axes.bbox.width / columns, axes.bbox.height / rows) / axes.figure.dpi  # inches
+    sides = np.array([axes.bbox.width / columns, axes.bbox.height / rows]) / axes.figure.dpi  # of a cell, in inches
+    number_ticks(axes.xaxis, values.columns, most=int(columns * sides[0] / 0.2))
+    number_ticks(axes.yaxis, values.index, most=int(rows * sides[1] / 0.2))
     across, down = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5  # minor ticks would take far longer to draw
     lines = [[(x, -0.5), (x, rows - 0.5)] for x in across] + [[(-0.5, y), (columns - 0.5, y)] for y in down]
-    grid = LineCollection(lines, colors="white", linewidths=min(1.0, 3 * cell), capstyle="projecting", zorder=1.5)
+    grid = LineCollection(
+        lines, colors="white", linewidths=min(1.0, 3 * sides.min()), capstyle="projecting", zorder=1.5
+    )
     axes.add_collection(grid, autolim=False)
     axes.tick_params(length=0, labelsize=7, labelcolor=MUTED, pad=3)
     if written is not None:
@@ -293,8 +293,7 @@ def layer_by_head(
 
 def head_map(
     figure: Figure, left: float, top: float, wide: float, tall: float, table: pd.DataFrame, column: str,
-    norm: Normalize, title: str, *, bar: bool = True, number: Callable[[float], str] | None = None, bar_ticks: int = 3,
-    **options: Any,
+    norm: Normalize, title: str, *, bar: bool = True, number: Callable[[float], str] | None = None, **options: Any,
 ) -> Axes:  # fmt: skip
     """A column of a table by layer and head, with a title and a colour bar whose numbers `number` formats, at a place
     in inches; `options` are those of `layer_by_head`."""
@@ -302,7 +301,7 @@ def head_map(
     image = layer_by_head(axes, table.pivot(index="layer", columns="head", values=column), norm, **options)
     axes.set(xlabel="head", ylabel="layer")
     if bar:
-        colour_bar(place(figure, left + wide + 0.09, top, 0.08, tall), image, number, ticks=bar_ticks)
+        colour_bar(place(figure, left + wide + 0.09, top, 0.08, tall), image, number)
     return axes
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
 from qkv.errors import InputError
 from qkv.figures.layout import (
@@ -25,7 +26,6 @@ from qkv.figures.layout import (
     in_percent,
     label_inches,
     label_side,
-    panel_title,
     place,
     titled,
     token_label,
@@ -36,7 +36,6 @@ from qkv.statistics.maps import Picture
 
 if TYPE_CHECKING:
     import xarray as xr
-    from torch import Tensor
 
     from qkv.profiler.explore.attention_map import AttentionMap
 
@@ -48,12 +47,8 @@ RANGE = 30.0  # the colour scale is logarithmic if weights differ by more than t
 FAINTEST = 1e-4  # relative to the largest weight; smaller weights have the colour of 0
 
 
-Panel = tuple[str, np.ndarray, str]
-"""Its title, its values, and what they are."""
-
-
 def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: str = "both") -> Figure:
-    """The attention map of one head, from its `picture` or `tile`: queries down, keys across, from the top left.
+    """The attention map of one head, from its `picture`: queries down, keys across, from the top left.
 
     Each bin is a whole number of pixels when saved by `qkv.figures.layout.save_figure`, so that a sink one bin wide
     remains visible. Bins without a visible pair are grey. The colour scale is logarithmic if weights differ by more
@@ -68,7 +63,15 @@ def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: st
     if pool not in POOLS:
         raise InputError(f"pool is {pool!r}, expected one of {', '.join(POOLS)}")
     down, across = picture.row_edges.tolist(), picture.column_edges.tolist()
-    panels = _panels(picture, pool, down, across)
+    sizes = [max(np.diff(edges)) for edges in (down, across)]
+    bins = f"bins of {sizes[0]:,} × {sizes[1]:,} tokens at most"
+    panels = {  # title, what a number is, and the numbers
+        "max": (f"Largest weight in {bins}", "largest", picture.maximum),
+        "mean": (f"Average weight in {bins}, masked pairs as 0", "average", picture.mean),
+    }
+    shown = [*panels.values()] if pool == "both" else [panels[pool]]
+    if max(sizes) == 1:
+        shown = [("Weight of each query on each key", "weight", picture.mean)]
     rows, columns = (
         names(slice(edges[0], edges[-1])) if edges[-1] - edges[0] <= LABELLED else None
         for names, edges in ((head_map.query_tokens, down), (head_map.key_tokens, across))
@@ -79,65 +82,41 @@ def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: st
     left, top, right, below = 0.95, 1.25, 0.75, 0.95 if columns else 0.6
     aside, under = left + wide / DPI + right, 0.45 + tall / DPI + below  # from one panel to the next
     stacked = wide > 2 * tall
-    width, height = (1, len(panels)) if stacked else (len(panels), 1)
+    width, height = (1, len(shown)) if stacked else (len(shown), 1)
     inches = [round(x * DPI) / DPI for x in (max(width * aside, 6.4), top - 0.45 + height * under)]
     figure = titled(inches[0], inches[1], sentence(head_map, picture), _subtitle(head_map, picture))
-    for n, panel in enumerate(panels):
+    for n, (title, what, weights) in enumerate(shown):
         x, y = (left, top + n * under) if stacked else (left + n * aside, top)
-        axes = place(figure, x, y, wide / DPI, tall / DPI)  # whole pixels
-        _draw(axes, place(figure, x + wide / DPI + 0.1, y, 0.1, tall / DPI), panel, picture, down, across)
-        for side, names, edges, what in (("y", rows, down, "query"), ("x", columns, across, "key")):
-            label_side(axes, side, names, edges[-1] - edges[0], what if names else f"{what} position", first=edges[0])
+        axes = place(figure, x, y, wide / DPI, tall / DPI, title)  # whole pixels
+        values = np.ma.masked_where(picture.visible.cpu().numpy() == 0, weights.double().cpu().numpy())
+        norm = _norm(values)
+        image = heat(axes, values, norm, extent=(across[0] - 0.5, across[-1] - 0.5, down[-1] - 0.5, down[0] - 0.5))
+        _weight_bar(place(figure, x + wide / DPI + 0.1, y, 0.1, tall / DPI), image, norm, what)
+        for side, names, edges, of in (("y", rows, down, "query"), ("x", columns, across, "key")):
+            label_side(axes, side, names, edges[-1] - edges[0], of if names else f"{of} position", first=edges[0])
     return figure
 
 
-def _panels(picture: Picture, pool: str, down: list[int], across: list[int]) -> list[Panel]:
-    sizes = [int(max(np.diff(edges))) for edges in (down, across)]
-    if max(sizes) == 1:
-        return [("Weight of each query on each key", _numpy(picture.mean), "weight")]
-    bins = f"bins of {sizes[0]:,} × {sizes[1]:,} tokens" + (" at most" if _uneven(down) or _uneven(across) else "")
-    both = {
-        "max": (f"Largest weight in {bins}", _numpy(picture.maximum), "largest"),
-        "mean": (f"Average weight in {bins}, masked pairs as 0", _numpy(picture.mean), "average"),
-    }
-    return list(both.values()) if pool == "both" else [both[pool]]
+def _norm(values: np.ma.MaskedArray) -> Normalize:
+    """The scale of the colours, logarithmic if weights differ much."""
+    shown = values.compressed()
+    shown = shown[shown > 0]
+    top = float(shown.max()) if len(shown) else 1.0
+    low = max(float(np.quantile(shown, 0.05)), FAINTEST * top) if len(shown) else 1.0
+    return LogNorm(low, top) if top > RANGE * low else Normalize(0, top)
 
 
-def _uneven(edges: list[int]) -> bool:
-    return len(set(np.diff(edges).tolist())) > 1
-
-
-def _numpy(x: Tensor) -> np.ndarray:
-    array: np.ndarray = x.double().cpu().numpy()
-    return array
-
-
-def _draw(axes: Axes, bar: Axes, panel: Panel, picture: Picture, down: list[int], across: list[int]) -> None:
-    """A panel and its colour bar."""
-    title, weights, what = panel
-    values = np.ma.masked_where(_numpy(picture.visible) == 0, weights)
-    norm, logarithmic = _norm(values)
-    extent = (across[0] - 0.5, across[-1] - 0.5, down[-1] - 0.5, down[0] - 0.5)
-    image = heat(axes, values, norm, extent=extent)
-    panel_title(axes, title)
-    extend = "min" if logarithmic else "neither"
-    drawn = colour_bar(bar, image, in_percent, ticks=None, extend=extend, extendfrac=0.03)
-    if logarithmic:  # powers of ten, and the largest weight unless it would overlap one of them
+def _weight_bar(bar: Axes, image: AxesImage, norm: Normalize, what: str) -> None:
+    """A colour bar in percent. A logarithmic one has powers of ten, and the largest weight if it overlaps none."""
+    logarithmic = isinstance(norm, LogNorm)
+    drawn = colour_bar(bar, image, in_percent, extend="min" if logarithmic else "neither", extendfrac=0.03)
+    if logarithmic:
         low, top = float(norm.vmin or 0), float(norm.vmax or 1)
         tens = [10.0**n for n in range(math.ceil(math.log10(low)), math.floor(math.log10(top)) + 1)]
         drawn.set_ticks([*(x for x in tens if x < 0.75 * top), top], minor=False)
         drawn.set_ticks([], minor=True)
     scale = f"{what},\nlog scale" if logarithmic else what
     bar.set_title(scale, fontsize=7.5, color=MUTED, loc="left", pad=7, linespacing=1.1)
-
-
-def _norm(values: np.ma.MaskedArray) -> tuple[Normalize, bool]:
-    """The norm of the colour map, and whether it is logarithmic."""
-    shown = values.compressed()
-    shown = shown[shown > 0]
-    top = float(shown.max()) if len(shown) else 1.0
-    low = max(float(np.quantile(shown, 0.05)), FAINTEST * top) if len(shown) else 1.0
-    return (LogNorm(low, top), True) if top > RANGE * low else (Normalize(0, top), False)
 
 
 def sentence(head_map: AttentionMap | StoredMap, picture: Picture) -> str:
@@ -229,7 +208,7 @@ class StoredMap:
 
 
 MOST_OVERLAYS, ACROSS = 35, 6  # pictures in one figure, and in a row
-DARK = 0.22  # brightness, relative to the image, at a weight of 0
+SHADE = LinearSegmentedColormap.from_list("shade", ((0, 0, 0, 0), (0, 0, 0, 0.78)))  # from the largest weight to none
 
 
 def overlay_figure(
@@ -260,28 +239,10 @@ def overlay_figure(
               for n in range(len(maps) + 1)]  # fmt: skip
     show_image(panels[0], picture, "the image")
     for axes, one, name in zip(panels[1:], maps, names, strict=True):
-        show_image(axes, lit(picture, one, corners=corners), token_label(name))
+        show_image(axes, picture, token_label(name), one, corners=corners)
         peak = f"{percent(float(one.max()))} on one of {cells:,} cells"
         axes.set_xlabel(peak, fontsize=6.5, color=MUTED, labelpad=3, loc="left")
     return figure
-
-
-def lit(picture: np.ndarray, weights: np.ndarray, *, corners: bool = False) -> np.ndarray:
-    """A picture (h, w, 3) in [0, 1], dark where the weights (gh, gw) are small.
-
-    >>> lit(np.ones((2, 2, 3)), np.array([[1.0, 0.0], [0.0, 0.0]]))[..., 0].tolist()
-    [[1.0, 0.22], [0.22, 0.22]]
-    """
-    (height, width), (down, across) = picture.shape[:2], weights.shape
-    top = float(weights.max())
-    light = weights / top if top > 0 else weights
-    shift = 0.0 if corners else 0.5  # of the centres of cells
-    sides = ((height, down), (width, across))
-    rows, columns = ((np.arange(cells) + shift) * n / cells - shift for n, cells in sides)
-    along = np.stack([np.interp(np.arange(height), rows, column) for column in light.T], 1)
-    smooth = np.stack([np.interp(np.arange(width), columns, row) for row in along])
-    result: np.ndarray = picture * (DARK + (1 - DARK) * smooth[..., None])
-    return result
 
 
 def checked(image: np.ndarray) -> np.ndarray:
@@ -297,11 +258,23 @@ def checked(image: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def show_image(axes: Axes, picture: np.ndarray, name: str) -> None:
-    """An image without ticks, with its name above it."""
+def show_image(
+    axes: Axes, picture: np.ndarray, name: str, weights: np.ndarray | None = None, *, corners: bool = False
+) -> None:
+    """An image without ticks, with its name above it, dark where the weights (gh, gw) of its cells are small."""
     axes.imshow(picture, aspect="auto", interpolation="nearest")
-    axes.set_xticks([])
-    axes.set_yticks([])
+    if weights is not None:
+        (height, width), (down, across) = picture.shape[:2], weights.shape
+        tall, wide = height / down, width / across
+        y, x = (-tall / 2, -wide / 2) if corners else (-0.5, -0.5)  # the upper left corner of the first cell
+        shade = np.pad(1 - weights / (weights.max() or 1), 1, mode="edge")  # a border, into which colours are continued
+        extent = (x - wide, x + width + wide, y + height + tall, y - tall)
+        axes.imshow(
+            shade, cmap=SHADE, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="bilinear",
+            interpolation_stage="data",
+        )  # fmt: skip
+        axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
+    axes.set(xticks=[], yticks=[])
     axes.spines[:].set_color(HAIRLINE)
     axes.set_title(name, loc="left", fontsize=8.5, color=INK, pad=4)
 

@@ -44,7 +44,7 @@ def heads(survey: Survey, group: str | None = None) -> Figure:
         row, column = divmod(at, across)
         axes = head_map(
             figure, left + column * (wide + gap_x), top + row * (tall + gap_y), wide, tall, table, name,
-            Normalize(0, table[name].max()), _title(survey, name), bar_ticks=4,
+            Normalize(0, table[name].max()), _title(survey, name),
         )  # fmt: skip
         axes.set(xlabel="head" if row == down - 1 else "", ylabel="" if column else "layer")
     return figure
@@ -87,7 +87,7 @@ def distribution(survey: Survey, group: str | None = None) -> Figure:
     )
     axes.set(xlabel=f"{about.label.lower()} ({about.units})", ylabel="layer, with a row for each head")
     plain(axes)
-    colour_bar(bar, picture, lambda root: f"{100 * root * root:.0f} %", ticks=None)
+    colour_bar(bar, picture, lambda root: f"{100 * root * root:.0f} %")
     return figure
 
 

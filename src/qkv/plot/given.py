@@ -63,7 +63,7 @@ class Layer:
 
     def head(self, head: int | None) -> np.ndarray:
         """Convert the map of one head, by its number; None stands for the only one."""
-        return self._checked(self.view[_index("head", head, self.heads)])
+        return self._checked(self.view[index_of("head", head, self.heads)])
 
     def _checked(self, view: Tensor | np.ndarray) -> np.ndarray:
         return checked_weights(array(view, self.name), self.name, whole=self.bins == (1, 1))
@@ -84,7 +84,7 @@ class Layer:
 
 def select_layer(found: list[Layer], layer: int | None) -> Layer:
     """Select a layer by its number; None stands for the only one."""
-    return found[_index("layer", layer, [one.number for one in found])]
+    return found[index_of("layer", layer, [one.number for one in found])]
 
 
 def mean_weights(found: list[Layer], layer: int | None, head: int | None) -> tuple[str, np.ndarray]:
@@ -104,7 +104,7 @@ def mean_weights(found: list[Layer], layer: int | None, head: int | None) -> tup
     return "" if heads == 1 else of, np.mean([np.nan_to_num(one.weights()).mean(0) for one in found], axis=0)
 
 
-def _index(name: str, chosen: int | None, ids: Sequence[int]) -> int:
+def index_of(name: str, chosen: int | None, ids: Sequence[int] | np.ndarray) -> int:
     """The index of an id; None stands for the only one."""
     if chosen is None and len(ids) == 1:
         return 0
@@ -165,7 +165,7 @@ def layers(w: Any, item: int | None = None, *, stacked: bool = False) -> list[La
         texts = w.data.sizes["text"]
         if item is None and texts > 1:
             raise InputError(f"item is None with {texts} texts, expected the text to draw")
-        return of_text(w.data.isel(text=[at := _index("item", item, range(texts))]), at)
+        return of_text(w.data.isel(text=[at := index_of("item", item, range(texts))]), at)
     if isinstance(w, (tuple, list)) and w and (any(x is None for x in w) or any(getattr(x, "ndim", 0) > 2 for x in w)):
         parts, names = list(w), [f"w[{n}]" for n in range(len(w))]
     else:
@@ -194,7 +194,7 @@ def _layer(x: Any, item: int | None, name: str, number: int) -> Layer:
         items = len(found)
         if item is None and items > 1:
             raise InputError(f"item is None with {items} batch items, expected the one to draw, from 0 to {items - 1}")
-        found = found[_index("item", item, range(items))]
+        found = found[index_of("item", item, range(items))]
     elif item not in (None, 0):
         raise InputError(f"item is {item}, expected None: {name} has no batch dimension")
     found = found[None] if found.ndim == 2 else found

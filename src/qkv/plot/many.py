@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ from qkv.figures.layout import (
 )
 from qkv.masks import Mask
 from qkv.plot.given import Matrix, array, checked_weights, layers, masked, select_layer, token_lists, visible_pairs
-from qkv.plot.single import draw, norm_of, pooled
+from qkv.plot.single import draw, matrix_of, norm_of, pooled
 from qkv.profiler.profiles import Profile
 
 MANY_WIDTH = 7.0  # inches of a figure of several panels
@@ -84,16 +84,8 @@ def panels(
     if not isinstance(matrices, Mapping) or not matrices:
         got = "empty" if isinstance(matrices, Mapping) else kind_of(matrices)
         raise InputError(f"matrices is {got}, expected a dictionary with at least one matrix by its title")
-    given = {name: array(m, f"matrices[{name!r}]") for name, m in matrices.items()}
-    for name, m in given.items():
-        if m.ndim != 2 or 0 in m.shape:
-            raise InputError(f"matrices[{name!r}] has shape {m.shape}, expected a matrix (nq, nk)")
+    shown = {name: matrix_of(m, f"matrices[{name!r}]", tokens, queries, mask) for name, m in matrices.items()}
     truth = all("bool" in str(getattr(m, "dtype", "")) for m in matrices.values())
-    named = tokens is not None or queries is not None
-    shown = {
-        name: Matrix(masked(m, mask), *(token_lists(tokens, queries, *m.shape) if named else ()))
-        for name, m in given.items()
-    }
     norm = norm_of(list(shown.values()), vmin, 1.3 if truth and vmax is None else vmax, power)
     return wall(shown, norm, columns=columns, labels=labels, what=None if truth else what, title=title)
 
@@ -157,43 +149,37 @@ def wall(
     across = (n if n <= 4 else min(4, -(-n // -(-n // 4)))) if columns is None else columns
     at_least_one("panels", columns=across)
     across = min(across, n)
-    down = -(-n // across)
     shown = [pooled(m, 400) for m in given.values()]
     tallest, longest = (max(m.values.shape[axis] for m in given.values()) for axis in (0, 1))
     left = 0.45 + max(label_inches(m.queries, SIDE / tallest, across=False) for m in shown)
     gap, bar_inches = 0.22, 0.15 if what is None else 0.75
     side = min(SIDE, (MANY_WIDTH - left - bar_inches - gap * (across - 1)) / across)
     below = 0.35 + max(label_inches(m.keys, side / longest, across=True) for m in shown)
-    ratios = [min(1.7, max(0.2, m.values.shape[0] / m.values.shape[1])) for m in given.values()]
-    talls = [side * max(ratios[row * across : (row + 1) * across]) for row in range(down)]
+    talls = [side * min(1.7, max(0.2, m.values.shape[0] / m.values.shape[1])) for m in given.values()]
     texts = [textwrap.fill(name, max(12, int(side * 15))) for name in given]
-    above = [0.12 + 0.15 * max(text.count("\n") + 1 for text in texts[row * across : (row + 1) * across])
-             for row in range(down)]  # fmt: skip
-    lines = textwrap.wrap(title, int((left + across * (side + gap) + bar_inches) * 11)) if title else []
-    head = 0.12 + 0.2 * len(lines)
     width = left + across * (side + gap) - gap + bar_inches
-    figure = Drawing(figsize=(width, head + sum(above) + sum(talls) + 0.12 * (down - 1) + below))
+    lines = textwrap.wrap(title, int(width * 11)) if title else []
+    tops, y = list[float](), 0.12 + 0.2 * len(lines)
+    for row in range(0, n, across):  # the upper edges of the panels, below their titles
+        y += 0.12 + 0.15 * max(text.count("\n") + 1 for text in texts[row : row + across])
+        tops.append(y)
+        y += max(talls[row : row + across]) + 0.12
+    figure = Drawing(figsize=(width, y - 0.12 + below))
     _head(figure, lines)
-    image, y = None, head
-    for row in range(down):
-        y += above[row]
-        for column in range(across):
-            if (index := row * across + column) >= n:
-                break
-            axes = place(figure, left + column * (side + gap), y, side, side * ratios[index])
-            image = draw(axes, shown[index], norm, labels=labels, title=texts[index])
-            axes.title.set_fontsize(8)
-            if column:  # only the outer panels have labels
-                axes.set_ylabel("")
-                axes.tick_params(labelleft=False)
-            if index + across < n:
-                axes.set_xlabel("")
-                axes.tick_params(labelbottom=False)
-        y += talls[row] + 0.12
-    if what is not None and image is not None:
-        tall = min(talls[0], side)
-        bar = place(figure, width - bar_inches + 0.12, head + above[0], 0.1, tall)
-        colour_bar(bar, image, ticks=4, label=what)
+    for index, (m, tall, text) in enumerate(zip(shown, talls, texts, strict=True)):
+        row, column = divmod(index, across)
+        axes = place(figure, left + column * (side + gap), tops[row], side, tall)
+        image = draw(axes, m, norm, labels=labels, title=text)
+        axes.title.set_fontsize(8)
+        if column:  # only the outer panels have labels
+            axes.set_ylabel("")
+            axes.tick_params(labelleft=False)
+        if index + across < n:
+            axes.set_xlabel("")
+            axes.tick_params(labelbottom=False)
+    if what is not None:
+        bar = place(figure, width - bar_inches + 0.12, tops[0], 0.1, min(max(talls[:across]), side))
+        colour_bar(bar, image, label=what)
     return figure
 
 
@@ -271,7 +257,7 @@ def model(
         axis.set_ticks([x + 0.5 for x in range(0, n, step)], [str(x) for x in ids[::step]])
     axes.tick_params(length=0, labelsize=7.5, labelcolor=MUTED, labeltop=True, labelbottom=False, pad=2)
     axes.xaxis.set_label_position("top")
-    colour_bar(place(figure, left + wide + beside, top, 0.1, min(tall, 2.2)), image, ticks=4, label="weight")
+    colour_bar(place(figure, left + wide + beside, top, 0.1, min(tall, 2.2)), image, label="weight")
     for side, names, count in (("y", rights, rows), ("x", belows, columns)):
         if names is None:
             continue
@@ -289,31 +275,21 @@ def model(
 
 PAIRS = 2500  # most arrows of a figure
 BEND = 0.45  # curvature of an arrow: it rises to a quarter of this times its length, twice over
-RING = 0.26  # height of the arrow of a token to itself, in tokens
-BETWEEN = 1.3  # distance between the lines of keys and of queries, in tokens
+RING_BEND, RING = 1.6, 0.26  # curvature of the arrow of a token to itself, and its height in tokens
 FAINT = 0.005  # weights below this share of the largest one are not drawn
 UNIT, GRAPH_WIDTH = 0.62, 7.0  # inches: from one token to the next unless names need more, and the widest figure
 DIRECTION = "arrows point from query to key"
 
 
-def arcs(
-    w: Any,
-    tokens: Sequence[Any] | None = None,
-    *,
-    queries: Sequence[Any] | None = None,
-    title: str = "",
-    ax: Axes | None = None,
-) -> Axes:
+def arcs(w: Any, tokens: Sequence[Any] | None = None, *, title: str = "", ax: Axes | None = None) -> Axes:
     """Who sees whom: an arrow from every query to every key that it may attend to, or attends to.
 
     Tokens are in one line. Arrows above the line point back, to earlier tokens; those below point ahead; a ring is a
-    token that attends to itself. With `queries` (cross-attention), queries are below and keys above. The arrows of a
-    matrix of weights are as wide and dark as the weight.
+    token that attends to itself. The arrows of a matrix of weights are as wide and dark as the weight.
 
     Args:
-        w: booleans (nq, nk), True where the query may attend; a mask of `qkv.masks`; or weights (nq, nk).
-        tokens: names of the keys, which are the queries, too. A mask needs them.
-        queries: names of the queries, if they are other tokens.
+        w: booleans (n, n), True where the query may attend; a mask of `qkv.masks`; or weights (n, n).
+        tokens: names of the tokens. A mask needs them.
         title: the title.
         ax: the axes to draw in; a new figure by default.
 
@@ -328,110 +304,71 @@ def arcs(
     >>> [arrow.get_gid() for arrow in axes.patches]
     ['0>0', '1>0', '1>1', '2>0', '2>1', '2>2']
     """
-    pairs = _pairs(w, tokens, queries)
-    n_queries, n_keys = pairs.shape
-    if tokens is None and queries is None:
-        tokens = [str(i) for i in range(n_keys)]
-    between = queries is not None or n_queries != n_keys
-    if between and queries is None:
-        queries = [str(i) for i in range(n_queries)]
-    rows, columns = token_lists(tokens, queries, n_queries, n_keys)
-    keys = [token_label(name) for name in columns or map(str, range(n_keys))]
-    top = float(pairs.max()) or 1.0
+    pairs = _pairs(w, tokens)
+    n, top = len(pairs), float(pairs.max()) or 1.0
+    names = [token_label(name) for name in token_lists(tokens, None, n, n)[1] or map(str, range(n))]
     arrows = [(int(query), int(key)) for query, key in np.argwhere(pairs > FAINT * top)]
     if len(arrows) > PAIRS:
         raise InputError(
             f"w has {len(arrows):,} arrows to draw, expected at most {PAIRS:,}; draw it with qkv.plot.weights"
         )
-    others = [token_label(name) for name in rows or []] if between else []
-    n, longest = max(len(keys), len(others)), max(map(len, [*keys, *others]))
-    points, character = min(9.0, 330 / n), CHARACTER / 8  # inches for each point
+    points = min(9.0, 330 / n)
+    longest = max(map(len, names)) * CHARACTER / 8  # inches for each point of the font size
     if ax is None:
-        unit = max(UNIT, longest * character * points + 0.1)
+        unit = max(UNIT, longest * points + 0.1)
         unit = unit if unit * n <= GRAPH_WIDTH else min(UNIT, GRAPH_WIDTH / n)
     else:
         unit = ax.bbox.width / ax.get_figure(root=True).dpi / n  # type: ignore[union-attr]
         points = min(points, 72 * unit)
-    turned = longest * character * points > unit
-    room = (longest * character * points / 2 + 0.05 if turned else 0.14) / unit
-    graph = _two_lines(keys, others, arrows, room) if between else _one_line(keys, arrows, room, turned=turned)
-    height = graph.above + graph.below + 0.25 / unit  # room for the direction of the arrows
+    # Distances are in tokens from now on, upwards from the names.
+    turned = longest * points > unit
+    room = (longest * points / 2 + 0.05 if turned else 0.14) / unit  # half of the height of the names
+    back, ahead = (max([0.0, *(BEND / 2 * side * (q - k) for q, k in arrows)]) for side in (1, -1))
+    ring = RING if any(query == key for query, key in arrows) else 0.0
+    above, below = (
+        room + max(back, ring) + 0.1,
+        room + ahead + 0.1 + 0.25 / unit,
+    )  # room for the direction of the arrows
     if ax is None:
         head = 0.45 if title else 0.15
-        figure = Drawing(figsize=(max(n * unit + 0.4, 2.4), head + height * unit + 0.1))
-        ax = place(figure, 0.2, head, n * unit, height * unit)
-    ax.set(xlim=(-0.5, n - 0.5), ylim=(graph.above - height, graph.above), aspect="equal")
+        figure = Drawing(figsize=(max(n * unit + 0.4, 2.4), head + (above + below) * unit + 0.1))
+        ax = place(figure, 0.2, head, n * unit, (above + below) * unit)
+    ax.set(xlim=(-0.5, n - 0.5), ylim=(-below, above), aspect="equal")
     ax.set_axis_off()
     panel_title(ax, title)
     thin = min(1.0, 16 / n)
-    for (query, key), (colour, start, end, bend) in zip(arrows, graph.arrows, strict=True):
-        weight = float(pairs[query, key]) / top
+    for query, key in arrows:
+        weight, y = float(pairs[query, key]) / top, room if key <= query else -room
+        colour, gap, bend = (ACCENT, 0.05, BEND) if key < query else (WARM, -0.05, BEND)
+        if key == query:
+            colour, gap, bend = MUTED, -0.13, RING_BEND
         ax.add_patch(FancyArrowPatch(
-            start, end, arrowstyle="-|>", mutation_scale=max(2.5, 7 * thin), lw=(0.4 + 1.1 * weight) * thin,
-            color=colour, alpha=0.25 + 0.65 * weight, gid=f"{query}>{key}", shrinkA=0, shrinkB=0,
-            connectionstyle=f"arc3,rad={bend}",
+            (query - gap, y), (key + gap, y), arrowstyle="-|>", mutation_scale=max(2.5, 7 * thin),
+            lw=(0.4 + 1.1 * weight) * thin, color=colour, alpha=0.25 + 0.65 * weight, gid=f"{query}>{key}", shrinkA=0,
+            shrinkB=0, connectionstyle=f"arc3,rad={bend}",
         ))  # fmt: skip
-    for x, y, align, name in graph.names:
+    hanging = turned and not ahead  # names begin at the arrows above them
+    y, align = (room - 0.12, "top") if hanging else (0.0, "center")
+    for x, name in enumerate(names):
         ax.text(x, y, name, ha="center", va=align, fontsize=points, color=INK, rotation=90 if turned else 0)
     ax.text(0, 0, DIRECTION, transform=ax.transAxes, va="bottom", fontsize=7, color=MUTED)
     return ax
 
 
-_Arrow = tuple[str, tuple[float, float], tuple[float, float], float]
-
-
-class _Graph(NamedTuple):
-    """The parts of a graph. Distances are in tokens, upwards from the names, of keys if there are two lines."""
-
-    names: list[tuple[float, float, str, str]]
-    """Place, vertical alignment, and text."""
-    arrows: list[_Arrow]
-    """Colour, start, end, and curvature of each pair."""
-    above: float
-    """The distance to the upper edge."""
-    below: float
-
-
-def _one_line(tokens: list[str], arrows: list[tuple[int, int]], room: float, *, turned: bool) -> _Graph:
-    """Draw arrows back above the names, and those ahead below. `room` is half of the height of the names."""
-    ends: list[_Arrow] = []
-    for query, key in arrows:
-        if query == key:
-            ends.append((MUTED, (query + 0.13, room), (key - 0.13, room), 1.6))
-            continue
-        side = 1 if key < query else -1
-        start, end = (query - 0.05 * side, room * side), (key + 0.05 * side, room * side)
-        ends.append((ACCENT if key < query else WARM, start, end, BEND))
-    back, ahead = (max([0.0, *(BEND / 2 * side * (q - k) for q, k in arrows)]) for side in (1, -1))
-    ring = RING if any(query == key for query, key in arrows) else 0.0
-    hanging = turned and not ahead  # names begin at the arrows above them
-    y, align = (room - 0.12, "top") if hanging else (0.0, "center")
-    names = [(float(at), y, align, name) for at, name in enumerate(tokens)]
-    return _Graph(names, ends, room + max(back, ring) + 0.1, room + ahead + 0.1)
-
-
-def _two_lines(keys: list[str], queries: list[str], arrows: list[tuple[int, int]], room: float) -> _Graph:
-    """Draw arrows from the queries, below, to the keys; the shorter line is centred."""
-    more, below = (len(queries) - len(keys)) / 2, -room - BETWEEN
-    key_left, query_left = max(more, 0.0), max(-more, 0.0)
-    names = [(at + key_left, -room, "bottom", name) for at, name in enumerate(keys)]
-    names += [(at + query_left, below, "top", name) for at, name in enumerate(queries)]
-    ends = [(ACCENT, (query + query_left, below + 0.08), (key + key_left, -room - 0.08), 0.0) for query, key in arrows]
-    return _Graph(names, ends, room + 0.1, 3 * room + 0.1 + BETWEEN)
-
-
-def _pairs(w: Any, tokens: Sequence[Any] | None, queries: Sequence[Any] | None) -> np.ndarray:
-    """Weights, or 1 and 0 of a mask, (nq, nk); 0 at NaN."""
+def _pairs(w: Any, tokens: Sequence[Any] | None) -> np.ndarray:
+    """Weights, or 1 and 0 of a mask, (n, n); 0 at NaN."""
     if isinstance(w, Mask):
         if tokens is None:
             raise InputError(f"tokens is None with the mask {type(w).__name__}, expected the tokens to draw")
-        n_keys = len(tokens)
-        return visible_pairs(w, n_keys if queries is None else len(queries), n_keys, "w").astype(float)
+        return visible_pairs(w, len(tokens), len(tokens), "w").astype(float)
     if isinstance(w, Profile):
         raise InputError("w is a Profile, expected the weights of one head: profile.data['weights'][text, layer, head]")
     pairs, of_booleans = array(w), "bool" in str(getattr(w, "dtype", ""))
     while pairs.ndim > 2 and len(pairs) == 1:
         pairs = pairs[0]
-    if pairs.ndim != 2 or 0 in pairs.shape:
-        raise InputError(f"w has shape {pairs.shape}, expected a matrix (nq, nk) of booleans or weights")
+    if pairs.ndim != 2 or 0 in pairs.shape or len(pairs) != len(pairs[0]):
+        raise InputError(
+            f"w has shape {pairs.shape}, expected a matrix (n, n) of booleans or weights; qkv.plot.weights draws those "
+            "of two texts"
+        )
     return pairs if of_booleans else np.nan_to_num(checked_weights(pairs))

@@ -44,7 +44,7 @@ from qkv.figures.layout import (
     token_label,
 )
 from qkv.figures.map import AFTER, StoredMap, alignment_figure, map_figure, overlay_figure
-from qkv.plot.given import mean_weights, of_text
+from qkv.plot.given import index_of, mean_weights, of_text
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import Findings, shared_by
 from qkv.profiler.data.frames import columns_of, counted, layers_and_heads, percent, size_of, written
@@ -189,7 +189,7 @@ class Plots:
             axes = head_map(
                 figure, left + index * (wide + gap), top, wide, tall, table, column,
                 Normalize(0, max(1.0, table[column].max())), f"{label}\n{len(strong)} of {len(table)} heads",
-                bar=index == len(kinds) - 1, ticks=8,
+                bar=index == len(kinds) - 1,
             )  # fmt: skip
             axes.set_ylabel("" if index else "layer")
             at = (np.searchsorted(data[side].values, strong[side]) for side in ("head", "layer"))
@@ -220,9 +220,7 @@ class Plots:
         axes = place(figure, left, top, wide, tall)
         order = {kind: float(at) for at, kind in enumerate(KINDS)}
         colours = ListedColormap([*KINDS.values()])
-        layer_by_head(
-            axes, grid.replace(order).astype(float), Normalize(-0.5, len(KINDS) - 0.5), colours=colours, ticks=16
-        )
+        layer_by_head(axes, grid.replace(order).astype(float), Normalize(-0.5, len(KINDS) - 0.5), colours=colours)
         axes.set(xlabel="head", ylabel="layer")
         for (row, column), kind in np.ndenumerate(grid.to_numpy()):
             marks = "".join(MARKS[t] for t in traits.to_numpy()[row, column].split(", ") if t in MARKS)
@@ -282,7 +280,7 @@ class Plots:
     def head(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
         """One head: the destinations of its weight, and its curves along the text."""
         data = self._data(group, text)
-        layer, head = position(data, layer, head)
+        layer, head = self._indices(data, layer, head)
         row = tables.head_table(data).iloc[layer * data.sizes["head"] + head]
         n_queries, n_keys = int(data["n_queries"][0]), int(data["n_keys"][0])
         queries, keys = data["query_token"].values[0, :n_queries], data["key_token"].values[0, :n_keys]
@@ -327,7 +325,7 @@ class Plots:
     def map(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
         """The map of one head, query by key: all weights, or for a long text the largest and the mean in bins."""
         data = self._data(group, text)
-        stored = StoredMap(self._name(), data.attrs["group"], data, position(data, layer, head))
+        stored = StoredMap(self._name(), data.attrs["group"], data, self._indices(data, layer, head))
         if (picture := stored.picture()) is None:
             longest = max(stored.n_queries, stored.n_keys)
             raise InputError(
@@ -412,7 +410,7 @@ class Plots:
             axes = head_map(
                 figure, left + column * (wide + gap_x), top + row * (tall + gap_y), wide, tall, heads, statistic, norm,
                 label + {"%": ", %", "ratio": "", "": ""}.get(unit, f", {unit}"),
-                number=hundredths if unit == "%" else None, ticks=12 if cell >= 0.25 else 6,
+                number=hundredths if unit == "%" else None,
                 written=lambda value, share=unit == "%": f"{100 * value:.0f}" if share else cell_number(value),
             )  # fmt: skip
             axes.set(xlabel="head" if row == down - 1 else "", ylabel="" if column else "layer")
@@ -425,6 +423,10 @@ class Plots:
         group = data.attrs.get("group", "self")
         kind = "" if group == "self" else f"{group} attention · "
         return f"{self._name()} · {kind}{size_of(data)}" + (" · mean of the texts" if data.sizes["text"] > 1 else "")
+
+    def _indices(self, data: xr.Dataset, layer: int, head: int) -> tuple[int, int]:
+        """The indices of a layer and a head, given their ids."""
+        return index_of("layer", layer, data["layer"].values), index_of("head", head, data["head"].values)
 
     def _data(self, group: str | None, text: int | None) -> xr.Dataset:
         return self._profile.one_text(text, group).assign_attrs(group=group or self._profile.main)
@@ -448,18 +450,6 @@ def _maps_sentence(data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]
         f"{label}: {written(values.median(), unit)} in the median head, "
         f"most in layer {best['layer']}, head {best['head']} ({written(best[names[0]], unit)})"
     )
-
-
-def position(data: xr.Dataset, layer: int, head: int) -> tuple[int, int]:
-    """The indices of a layer and a head, given their ids."""
-    indices = []
-    for name, value in (("layer", layer), ("head", head)):
-        places = np.flatnonzero(data[name].values == value)
-        if not len(places):
-            ids = data[name].values
-            raise InputError(f"{name}: got {value}; this group has {name}s {ids[0]} to {ids[-1]}")
-        indices.append(int(places[0]))
-    return indices[0], indices[1]
 
 
 def layer_columns(

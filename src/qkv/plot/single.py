@@ -135,12 +135,17 @@ def matrix(
     >>> qkv.plot.matrix(scores, labels=("row", "column")).images[0].norm.vmin
     -2.0
     """
-    shown = array(m, "m")
-    if shown.ndim != 2 or 0 in shown.shape:
-        raise InputError(f"m has shape {shown.shape}, expected a matrix (rows, columns)")
-    found = Matrix(masked(shown, mask), *token_lists(tokens, queries, *shown.shape))
-    norm = norm_of([found], vmin, vmax)
-    return drawn(found, norm, values=values, labels=labels, what=what, title=title, ax=ax)
+    shown = matrix_of(m, "m", tokens, queries, mask)
+    norm = norm_of([shown], vmin, vmax)
+    return drawn(shown, norm, values=values, labels=labels, what=what, title=title, ax=ax)
+
+
+def matrix_of(m: Any, name: str, tokens: Sequence[Any] | None, queries: Sequence[Any] | None, mask: Any) -> Matrix:
+    """Any matrix, with the names of both sides that are given."""
+    values = array(m, name)
+    if values.ndim != 2 or 0 in values.shape:
+        raise InputError(f"{name} has shape {values.shape}, expected a matrix (rows, columns)")
+    return Matrix(masked(values, mask), *token_lists(tokens, queries, *values.shape))
 
 
 def drawn(
@@ -167,7 +172,7 @@ def drawn(
     if bar is not None:
         down, across = shown.bins
         largest = "" if shown.bins == (1, 1) else f"largest {what or 'value'} in bins of {down} × {across}"
-        colour_bar(bar, image, ticks=4, label=largest or what)
+        colour_bar(bar, image, label=largest or what)
     return ax
 
 
@@ -312,7 +317,7 @@ def overlay(
     return overlay_figure(note, "", picture, np.nan_to_num(shown), grid, names, corners=corners)
 
 
-SHORTEST = 1.0  # inches of a colour bar
+SHORTEST = 1.2  # inches of a colour bar with its label
 
 
 def by_head(
@@ -361,19 +366,15 @@ def _head_numbers(table: pd.DataFrame, what: str, *, vmax: float | None = None, 
     rows, columns = table.shape
     if ax is None:
         cell = min(0.5, 6.4 / columns, 7.0 / rows)
-        wide, tall = max(cell * columns, 0.6), max(cell * rows, 0.4)
-        is_short = tall < SHORTEST  # too short for a colour bar and its label
-        title = textwrap.fill(title or (what if is_short else ""), max(16, int((wide + 0.8) * 12.5)))
+        wide, tall = max(cell * columns, 0.6), max(cell * rows, SHORTEST)
+        title = textwrap.fill(title, max(16, int((wide + 0.8) * 12.5)))
         ax, bar = framed(wide, tall, title, left=0.55, below=0.5)
-        if is_short:
-            bar.remove()
-            bar = None
-    image = layer_by_head(ax, table, norm, ticks=16, written=cell_number, colours=DIVERGING if low < 0 else COLOURS)
+    image = layer_by_head(ax, table, norm, written=cell_number, colours=DIVERGING if low < 0 else COLOURS)
     ax.set_xlabel("head", fontsize=8, color=MUTED)
     ax.set_ylabel("layer", fontsize=8, color=MUTED)
     panel_title(ax, title)
     if bar is not None:
-        colour_bar(bar, image, ticks=4, label=what)
+        colour_bar(bar, image, label=what)
     return ax
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -338,19 +339,22 @@ class Profile:
         sizes = ", ".join(f"{name}: {size_of(data)}" for name, data in self.groups.items())
         return f"Profile({self.attrs.get('model', 'unnamed model')!r}, {sizes})"
 
-    def _repr_html_(self) -> str:
-        card: str = above("qkv.report.notebook", "card")(self)
-        return card
+    def _repr_png_(self) -> bytes:
+        """A static picture of all heads, where the widget cannot be shown."""
+        picture: bytes = self.plot.overview()._repr_png_()  # type: ignore[attr-defined]
+        return picture
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """The widget for a notebook with a kernel, if anywidget is installed. Elsewhere the card is shown."""
-        bundle = self.widget()._repr_mimebundle_() if above("qkv.report.notebook", "can_show_widgets")() else None
+        """The widget for a notebook with a kernel, if anywidget is installed."""
+        ipython = sys.modules.get("IPython")
+        shell = None if ipython is None else ipython.get_ipython()
+        in_notebook = getattr(shell, "kernel", None) is not None and find_spec("anywidget") is not None
+        bundle = self.widget()._repr_mimebundle_() if in_notebook else None
         return {} if bundle is None else dict(bundle[0])
 
     def _display_(self) -> Any:
-        """What marimo shows: the widget, or the card."""
-        shows = above("qkv.report.notebook", "has_anywidget")()
-        return self.widget() if shows else SimpleNamespace(_repr_html_=self._repr_html_)
+        """What marimo shows: the widget, or the picture."""
+        return self.plot.overview() if find_spec("anywidget") is None else self.widget()
 
 
 def _checked(name: str, data: xr.Dataset) -> xr.Dataset:

@@ -29,7 +29,7 @@ MAP_CELLS = 24_000_000  # dense maps, about half a byte per weight in the page
 POOLED_CHARACTERS = 3_000_000  # largest size of the pooled maps of all texts, in characters
 SINK_TOKENS = 12  # number of sink tokens listed, those of most heads first
 RESIDUAL = (  # variables of hidden states that a report shows, if a profile has all of them
-    *("n_tokens", "largest", "largest_token", "largest_dimension", "median", "massive", "norm"),
+    *("n_tokens", "largest", "largest_token", "largest_dimension", "median", "massive"),
     *("massive_above", "massive_times_median"),
 )
 CLOSING = frozenset(".,;:!?)]}%’”…")  # written without a space before it
@@ -77,14 +77,7 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
         "main": list(profile.groups).index(profile.main),
         "groups": groups,
         "roles": [
-            {
-                "name": name,
-                "definition": ROLES[name].definition
-                if name in ROLES
-                else "no single role: no type reaches its threshold",
-                "light": layout.KINDS[name],
-                "dark": layout.KINDS_DARK[name],
-            }
+            {"name": name, "light": layout.KINDS[name], "dark": layout.KINDS_DARK[name]}
             for name in (*ROLES, MIXED)
             if name in present
         ],
@@ -190,7 +183,7 @@ def _columns(table: pd.DataFrame, *, every: bool = False) -> dict[str, list[Any]
 
 
 def _residual(profile: Profile, name: str) -> dict[str, Any]:
-    """Hidden states by depth of the stack that contains a group: the largest |x|, and the norms of tokens.
+    """Hidden states by depth of the stack that contains a group: the largest |x|.
 
     With several texts, the largest |x| is the maximum over texts, and the median is taken from the same text.
     """
@@ -204,9 +197,9 @@ def _residual(profile: Profile, name: str) -> dict[str, Any]:
     if (stack["n_tokens"].values != data["n_queries"].values).any():
         return {}
     text = stack["largest"].values[..., 0].argmax(0)
-    at = {one: stack[one].values[text, np.arange(len(text))] for one in stack.data_vars if one != "norm"}
+    names = ("largest", "largest_token", "largest_dimension", "median")
+    at = {one: stack[one].values[text, np.arange(len(text))] for one in names}
     position = at["largest_token"][:, 0]
-    norm = stack["norm"].values.astype(np.float64)
     entries = {
         "largest": at["largest"][:, 0],
         "median": at["median"],
@@ -214,10 +207,7 @@ def _residual(profile: Profile, name: str) -> dict[str, Any]:
         "position": position,
         "dimension": at["largest_dimension"][:, 0],
         "token": data["query_token"].values[text, position],
-        "norm_first": norm[..., 0].mean(0),
     }
-    if norm.shape[-1] > 1:
-        entries["norm_others"] = np.nanmean(norm[..., 1:], (0, 2))
     above = {"above": float(stack.attrs["massive_above"]), "times": float(stack.attrs["massive_times_median"])}
     return {"residual": {key: _plain(values.tolist()) for key, values in entries.items()} | above}
 

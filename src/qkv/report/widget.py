@@ -106,19 +106,16 @@ class ProfileWidget(anywidget.AnyWidget):
         if old and set(new) != set(old):
             raise InputError(f"selection has {', '.join(new)}, expected {', '.join(old)}")
         data = self._profile.group(new["group"])
-        texts = data.sizes["text"]
-        if not isinstance(new["text"], int) or not 0 <= new["text"] < texts:
-            raise InputError(f"text is {new['text']!r}, expected 0..{texts - 1}")
+        _check("text", new["text"], range(data.sizes["text"]))
         for name in ("layer", "head"):
-            if new[name] not in data[name].values:
-                raise InputError(f"{name} is {new[name]!r}, expected one of {data[name].values.tolist()}")
+            _check(name, new[name], data[name].values.tolist())
         moved = bool(old) and any(old[name] != new[name] for name in ("group", "text"))
         for side, span in (("query", "queries"), ("key", "keys")):
             n = int(data["n_queries" if side == "query" else "n_keys"][new["text"]])
             if moved:
                 new |= {side: None, span: [0, n]}
-            if new[side] is not None and not (isinstance(new[side], int) and 0 <= new[side] < n):
-                raise InputError(f"{side} is {new[side]!r}, expected None or 0..{n - 1}")
+            if new[side] is not None:
+                _check(side, new[side], range(n))
             new[span] = [int(at) for at in new[span]]
         return new
 
@@ -176,6 +173,11 @@ class ProfileWidget(anywidget.AnyWidget):
                 f"{sizes[0]} and {sizes[1]} as in the profile"
             )
         return {"n_queries": info.n_queries, "n_keys": info.n_keys, "deepest": info.deepest}
+
+
+def _check(name: str, value: object, known: Sequence[int]) -> None:
+    if not isinstance(value, int) or value not in known:
+        raise InputError(f"{name} is {value!r}, expected one of {known[0]} to {known[-1]}")
 
 
 _WIDGETS: WeakKeyDictionary[Profile, ProfileWidget] = WeakKeyDictionary()

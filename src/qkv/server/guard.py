@@ -1,4 +1,4 @@
-"""Which requests are answered: bounded sizes, Host and Origin, the token, security headers.
+"""Which requests are answered: bounded sizes, Host and Origin, security headers.
 
 Every page in the user's browser can send requests to a server on the same machine. So the Host header must be a name
 of this machine, which prevents DNS rebinding, and an Origin header, where the browser sends one, must be the same host.
@@ -8,16 +8,11 @@ Browsers request images and scripts without Origin, so Sec-Fetch-Site must not n
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
-import re
-import secrets
-import socket
 from typing import TYPE_CHECKING
-from urllib.parse import urlencode
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -34,29 +29,20 @@ class Connection(H11Protocol):
     Uvicorn itself has a timer between two requests, but none before the first and none while a head arrives slowly.
     """
 
-    _timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._start_timer()
+        self._timer.cancel()
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._stop_timer()
-
-    def _start_timer(self) -> None:
-        self._stop_timer()
-        if not self.transport.is_closing():
-            self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.cancel()
 
     def _close_if_idle(self) -> None:
         # While a request is being answered there is nothing to do: the end of its response starts the timer again.
@@ -67,11 +53,8 @@ class Connection(H11Protocol):
 MAX_BODY = 1024 * 1024  # bytes: as many edits of heads as a request may have
 MAX_QUERY = 4 * 1024  # bytes of the query string
 BODY_SECONDS = 10  # for a body to arrive: a slow sender occupies a connection no longer than this
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # addresses that stand for all interfaces
-METHODS = frozenset({"GET", "HEAD", "POST"})
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OWN_SITE = frozenset({"same-origin", "none"})  # Sec-Fetch-Site of requests by our own page, and of a typed address
-_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
 
 SECURITY = {
     "content-security-policy": (
@@ -91,123 +74,47 @@ class Guard:
 
     Args:
         app: the application that gets the valid requests.
-        host: the address that the server is bound to.
-        port: the port that the server is bound to.
-        token: if given, every request must carry it: the first as ``?token=``, the others in a cookie.
+        port: the port that the server is bound to, on the loopback address.
     """
 
     # Starlette's TrustedHostMiddleware cannot do this check: it ignores the port, reads only the first of two Host
     # headers, accepts "127.0.0.1:8765@evil.example", and cuts IPv6 addresses such as [::1] at their first colon.
 
-    def __init__(self, app: ASGIApp, *, host: str, port: int, token: str | None = None) -> None:
-        self.app, self.host, self.port, self.token = app, host.strip("[]").lower(), port, token
-        self.cookie = f"qkv-token-{port}"  # browsers share cookies between all ports of a host
-        self.public = not is_loopback(host)
-        self.names = LOOPBACK | {self.host} - WILDCARDS
-        if self.public:
-            self.names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+    def __init__(self, app: ASGIApp, *, port: int) -> None:
+        self.app = app
+        self.hosts = {f"{name}:{port}" for name in LOOPBACK} | {*(LOOPBACK if port == 80 else ())}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
         if scope["type"] != "http":
             return  # WebSocket is not supported: uvicorn answers 403
-        head = scope["method"] == "HEAD"
 
         async def protected(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *_SECURITY]
-            elif head:
+            elif scope["method"] == "HEAD":
                 message = {**message, "body": b""}
             await send(message)
 
-        headers = Headers(scope=scope)
-        if (problem := self._problem(scope, headers)) is not None:
+        if (problem := self._problem(scope, Headers(scope=scope))) is not None:
             await error_answer(*problem)(scope, receive, protected)
-            return
-        if self.token is not None:
-            request = Request(scope)
-            if _equal(request.query_params.get("token", ""), self.token):
-                await self._with_cookie(request)(scope, receive, protected)
-                return
-            if not _equal(request.cookies.get(self.cookie, ""), self.token):
-                sentence = "The request lacks the server's token: open the address that its terminal shows."
-                await error_answer(401, sentence)(scope, receive, protected)
-                return
-        if scope["method"] != "POST":
-            # HEAD is answered as GET without the body (RFC 9110, section 9.3.2).
-            await self.app({**scope, "method": "GET"}, receive, protected)
-            return
-        try:
-            body = await asyncio.wait_for(_body(receive), BODY_SECONDS)
-        except TimeoutError:
-            sentence = f"The request took more than {BODY_SECONDS} seconds to arrive."
-            await error_answer(408, sentence)(scope, receive, protected)
-            return
-        if body is None:
-            return  # the client has left
-        if len(body) > MAX_BODY:
-            await error_answer(413, f"The request is larger than {MAX_BODY // 1024} KiB.")(scope, receive, protected)
-            return
-        await self.app(scope, _replay(body, receive), protected)
+        else:  # HEAD is answered as GET without the body (RFC 9110, section 9.3.2).
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            await self.app({**scope, "method": method}, _limited(receive), protected)
 
     def _problem(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
-        """Status and sentence if the method, the address or the headers are invalid; None if they are valid."""
-        host = _single(headers, "host")
-        if host is None or not self.is_own_host(host):
+        """Status and sentence if the address or the headers are invalid; None if they are valid."""
+        host = (_single(headers, "host") or "").lower()
+        if host not in self.hosts:
             return 403, "The Host of the request is not this server's: open the address that its terminal shows."
         origin = _single(headers, "origin")
-        if headers.getlist("origin") and (origin is None or origin.lower() != f"http://{host.lower()}"):
+        if headers.getlist("origin") and (origin is None or origin.lower() != f"http://{host}"):
             return 403, "The request comes from a page of another site."
         sites = headers.getlist("sec-fetch-site")
         if scope["path"].startswith("/api/") and not OWN_SITE.issuperset(sites):
             return 403, "The request comes from a page of another site."
-        if scope["method"] not in METHODS:
-            return 405, "The method is not GET, HEAD or POST."
         if len(scope["query_string"]) > MAX_QUERY:
             return 414, "The address is too long."
-        length = _single(headers, "content-length") or "0"
-        if not length.isdecimal() or len(length) > 12 or int(length) > MAX_BODY:
-            return 413, f"The request is larger than {MAX_BODY // 1024} KiB."
         return None
-
-    def is_own_host(self, host: str) -> bool:
-        """Whether the value of a Host header is a name or address of this server, with its port."""
-        found = _HOST.fullmatch(host)
-        if found is None or int(found["port"] or 80) != self.port:
-            return False
-        name = found["name"].strip("[]").lower()
-        return name in self.names or (self.public and _is_address(name))
-
-    def _with_cookie(self, request: Request) -> Response:
-        """Put the token into a cookie and redirect to the address without it: people share addresses."""
-        rest = [(k, v) for k, v in request.query_params.multi_items() if k != "token"]
-        # A browser reads a path that begins with two slashes as another host.
-        path = "/" + request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1").lstrip("/\\")
-        cookie = f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
-        location = path + (f"?{urlencode(rest)}" if rest else "")
-        return Response(
-            status_code=303, headers={"location": location, "set-cookie": cookie, "cache-control": "no-store"}
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can only be reached from this machine.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
-    (True, True, False)
-    """
-    name = host.strip("[]").lower()
-    return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _single(headers: Headers, name: str) -> str | None:
@@ -216,35 +123,27 @@ def _single(headers: Headers, name: str) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _equal(sent: str, token: str) -> bool:
-    """Compare in constant time."""
-    return secrets.compare_digest(sent.encode(), token.encode())
+def _limited(receive: Receive) -> Receive:
+    """A `receive` that raises once the body is larger than `MAX_BODY`, or takes more than `BODY_SECONDS`."""
+    end = asyncio.get_running_loop().time() + BODY_SECONDS
+    size, is_whole = 0, False
 
+    async def limited() -> Message:
+        nonlocal size, is_whole
+        if is_whole:
+            return await receive()  # waits until the client leaves
+        try:
+            async with asyncio.timeout_at(end):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(408, f"The request took more than {BODY_SECONDS} seconds to arrive.") from None
+        size += len(message.get("body", b""))
+        if size > MAX_BODY:
+            raise HTTPException(413, f"The request is larger than {MAX_BODY // 1024} KiB.")
+        is_whole = not message.get("more_body", False)
+        return message
 
-async def _body(receive: Receive) -> bytes | None:
-    """The body, or its beginning if it is larger than `MAX_BODY`; None if the client leaves."""
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY or not message.get("more_body", False):
-            return bytes(body)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that first returns a body that was already read."""
-    returned = False
-
-    async def replayed() -> Message:
-        nonlocal returned
-        if returned:
-            return await receive()
-        returned = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replayed
+    return limited
 
 
 def error_answer(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:

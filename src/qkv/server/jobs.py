@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from starlette.exceptions import HTTPException
 
 from qkv.profiler.explore.pyramid import Cancelled, Stopped
 
@@ -38,11 +35,11 @@ Work = Callable[[Stopped], Any]
 
 @dataclass(eq=False)
 class _Job:
-    key: Hashable
     work: Work
     long: bool
     result: Future[Any] = field(default_factory=Future)
     clients: int = 0
+    running: bool = False
 
 
 class JobQueue:
@@ -57,12 +54,11 @@ class JobQueue:
         self.max_waiting = max_waiting
         self.progress: float | None = None
         """The finished share of the running job, from 0 to 1, if the job reports it: see `report_progress`."""
-        self._cores = torch.get_num_threads()
-        self._queue: deque[_Job] = deque()
-        self._jobs: dict[Hashable, _Job] = {}  # waiting or running, by key
+        self._jobs: dict[Hashable, _Job] = {}  # waiting or running, in the order in which they were requested
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
         self._closed = False
+        cores = torch.get_num_threads()  # a new thread inherits the number that any other thread has set last
+        self._thread = threading.Thread(target=self._run_jobs, args=(cores,), name="qkv compute", daemon=True)
 
     async def run(
         self, key: Hashable, work: Work, disconnected: Callable[[], Any] | None = None, *, long: bool = False
@@ -81,7 +77,16 @@ class JobQueue:
             QueueFull: if `max_waiting` jobs are waiting.
             ClientDisconnected: if the client has left before the job ended.
         """
-        job = self._enqueue(key, work, long)
+        with self._changed:
+            job = self._jobs.get(key)
+            if job is None:
+                if self._closed or len(self._waiting()) >= self.max_waiting:
+                    raise QueueFull
+                job = self._jobs[key] = _Job(work, long)
+                if self._thread.ident is None:
+                    self._thread.start()
+                self._changed.notify()
+            job.clients += 1
         result = asyncio.wrap_future(job.result)  # never cancelled, because other clients may share the job
         # Retrieve the exception in any case: asyncio complains about one that no client awaits.
         result.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -94,7 +99,10 @@ class JobQueue:
         finally:
             for future in futures[1:]:
                 future.cancel()
-            self._remove_client(job)
+            with self._changed:
+                job.clients -= 1
+                if not job.clients and self._jobs.get(key) is job:
+                    del self._jobs[key]  # a running job may stop now, so a new client gets a new job
 
     def report_progress(self, share: float) -> None:
         """Called by a running job, from any thread: this share of it is finished."""
@@ -104,114 +112,75 @@ class JobQueue:
         """Refuse new jobs, fail the waiting ones and tell the running one to stop."""
         with self._changed:
             self._closed = True
-            for job in self._queue:
-                job.result.set_exception(QueueFull())
-            self._queue.clear()
+            for key in self._waiting():
+                self._jobs.pop(key).result.set_exception(QueueFull())
             self._changed.notify()
 
     def close(self, wait: float = 2) -> bool:
         """As `stop`; returns whether the thread has ended, after at most `wait` seconds."""
         self.stop()
-        if self._thread is None:
-            return True
-        self._thread.join(wait)
+        if self._thread.ident is not None:
+            self._thread.join(wait)
         return not self._thread.is_alive()
 
-    def _enqueue(self, key: Hashable, work: Work, long: bool) -> _Job:
-        """The job of this key, new or shared, with one client more."""
-        with self._changed:
-            job = self._jobs.get(key)
-            if job is None:
-                if self._closed or len(self._queue) >= self.max_waiting:
-                    raise QueueFull
-                job = _Job(key, work, long)
-                self._jobs[key] = job
-                self._queue.append(job)
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run_jobs, name="qkv compute", daemon=True)
-                    self._thread.start()
-                self._changed.notify()
-            job.clients += 1
-            return job
+    def _waiting(self) -> list[Hashable]:
+        """The keys of the jobs that wait, in the order in which they will run: those that are not long come first."""
+        return sorted((key for key, job in self._jobs.items() if not job.running), key=lambda key: self._jobs[key].long)
 
-    def _remove_client(self, job: _Job) -> None:
-        with self._changed:
-            job.clients -= 1
-            if job.clients:
-                return
-            self._forget(job)  # a running job may stop now, so a new client gets a new job
-            if job in self._queue:
-                self._queue.remove(job)
-
-    def _run_jobs(self) -> None:
-        # A new thread inherits the number of threads that any other thread has set last, which may be 1 for a moment.
-        torch.set_num_threads(self._cores)
+    def _run_jobs(self, cores: int) -> None:
+        torch.set_num_threads(cores)
         with torch.no_grad():
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._queue or self._closed)
+                    self._changed.wait_for(lambda: self._closed or self._waiting())
                     if self._closed:
                         return
-                    job = next((x for x in self._queue if not x.long), self._queue[0])
-                    self._queue.remove(job)
-                try:
-                    result = job.work(lambda job=job: self._should_stop(job))  # type: ignore[misc]
-                except Cancelled:
-                    self._requeue_or_drop(job)
-                except Exception as error:
-                    self._finish(job, error=error)
-                else:
-                    self._finish(job, result)
+                    key = self._waiting()[0]
+                    job = self._jobs[key]
+                    job.running = True
+                self._run(key, job)
+                self.progress = None
 
-    def _should_stop(self, job: _Job) -> bool:
-        """Whether the running job should stop."""
-        with self._changed:
-            return job.clients == 0 or self._closed or (job.long and any(not x.long for x in self._queue))
+    def _run(self, key: Hashable, job: _Job) -> None:
+        """Run a job to its end, or until it should stop; a stopped job that still has clients waits again."""
 
-    def _requeue_or_drop(self, job: _Job) -> None:
-        """Put a stopped job that still has clients back at the front of the queue."""
+        def should_stop() -> bool:
+            with self._changed:
+                waiting = job.long and not all(self._jobs[other].long for other in self._waiting())
+                return waiting or self._closed or not job.clients
+
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = job.work(should_stop)
+        except Cancelled:
+            error = ClientDisconnected()
+        except Exception as failure:
+            error = failure
         with self._changed:
-            if job.clients and not self._closed:
-                self._queue.appendleft(job)
+            if isinstance(error, ClientDisconnected) and job.clients and not self._closed:
+                job.running = False
                 return
-        self._finish(job, error=ClientDisconnected())
-
-    def _finish(self, job: _Job, result: Any = None, *, error: Exception | None = None) -> None:
-        with self._changed:
-            self._forget(job)
-            self.progress = None
+            if self._jobs.get(key) is job:
+                del self._jobs[key]
         if error is None:
             job.result.set_result(result)
         else:
             job.result.set_exception(error)
 
-    def _forget(self, job: _Job) -> None:
-        if self._jobs.get(job.key) is job:
-            del self._jobs[job.key]
 
-
-class JobQueues:
+class JobQueues(NamedTuple):
     """Two queues with a thread each, so that quick jobs never wait for a slow map."""
 
-    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
-        self.quick, self.slow = JobQueue(max_waiting), JobQueue(max_waiting)
-
-    def stop(self) -> None:
-        """Stop both: see `JobQueue.stop`."""
-        self.quick.stop()
-        self.slow.stop()
-
-    def close(self, wait: float = 2) -> bool:
-        """Close both: see `JobQueue.close`. It takes at most `wait` seconds in all."""
-        self.stop()
-        end = time.monotonic() + wait
-        return all(queue.close(max(0.0, end - time.monotonic())) for queue in (self.quick, self.slow))
+    quick: JobQueue
+    slow: JobQueue
 
 
-async def compute(request: Request, key: Hashable, work: Work, *, quick: bool = False, long: bool = False) -> Any:
+async def compute(request: Request, work: Work, *, quick: bool = False, long: bool = False) -> Any:
     """Run `work` in a compute thread and return its result; arguments and errors as of `JobQueue.run`.
 
-    `quick` selects the queue for work of a few milliseconds, which answers a pointer or a person typing.
+    Equal requests share a job. `quick` selects the queue for work of a few milliseconds, which answers a pointer or a
+    person typing.
     """
     queues: JobQueues = request.app.state.queues
     jobs = queues.quick if quick else queues.slow
@@ -220,9 +189,5 @@ async def compute(request: Request, key: Hashable, work: Work, *, quick: bool = 
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
+    key = request.url.path, request.url.query, await request.body()
     return await jobs.run(key, work, disconnected, long=long)
-
-
-def not_found(sentence: str) -> HTTPException:
-    """A 404 error whose detail is the sentence."""
-    return HTTPException(404, sentence)

@@ -34,15 +34,11 @@ if TYPE_CHECKING:
 
 NAMES: dict[str, Normalizer] = {"softmax": "softmax", "off_by_one": "off-by-one", "sigmoid": "sigmoid"}
 """Normalizers of `DecoderConfig` that the page offers, with the names that the page uses."""
-AS_TRAINED = "as trained"
-
-
-HeadEdits = dict[Key, tuple[str, float]]
-"""By layer and head: another normalizer, by a name that the page uses, and the temperature that divides the scores."""
 
 
 @functools.cache  # heads with the same edit are computed together
-def _change(normalizer: str, temperature: float) -> edits.Edit:
+def _change(normalizer: str | None, temperature: float) -> edits.Edit:
+    """The edit of a head: another normalizer, by a name that the page uses, or its own for None."""
     match normalizer:
         case "softmax":
             return edits.WithNormalizer(Softmax(temperature))
@@ -113,7 +109,7 @@ class ForwardPass:
 
 
 class Live:
-    """Live answers of one model; `description` is None if the model does not support them.
+    """Live answers of one model.
 
     >>> from types import SimpleNamespace
     >>> from qkv.models.loading import load_model
@@ -131,19 +127,20 @@ class Live:
         self.layers = self.heads = 0
         if self.own is not None:
             try:
-                data = self._run([0, 0], {(0, 0): ("off-by-one", 1.0)}).data
+                data = self._run([0, 0], {(0, 0): _change("off-by-one", 1.0)}).data
                 self.layers, self.heads = data.sizes["layer"], data.sizes["head"]
                 if not isinstance(loaded.model, DecoderLM):
                     plain = self._run([0, 0], {}).data
                     self.own = self.own if plain.attrs["causal"] and "sink_mass" not in plain else None
             except InputError:  # its attention cannot be read, or not be edited
                 self.own = None
-
-    def description(self) -> LiveModel | None:
+        self.description = self._describe()
         """The model for the page, or None if it is no language model whose heads can be edited.
 
         It also needs a tokenizer. The first of the normalizers is the one that the model was trained with.
         """
+
+    def _describe(self) -> LiveModel | None:
         if self.own is None:
             return None
         most_tokens = getattr(self.loaded.model.config, "context", None) or positions(self.loaded.model)
@@ -203,9 +200,7 @@ class Live:
         request sends the ``ids`` of the answer before.
 
         Returns:
-            ``text`` and ``ids`` with the token appended; the ``token`` and its ``probability`` before the sampling
-            temperature is applied; ``top``, the `k` likeliest tokens; ``tokens`` of the text before, and ``row``, the
-            weights of the last of them in the requested head.
+            The fields of `qkv.server.schemas.StepAnswer`; probabilities are those without the sampling temperature.
         """
         ids = self._ids(request)
         changes = self._changes(request)
@@ -227,8 +222,7 @@ class Live:
     # The types of a request limit its text, normalizers and temperatures: see `qkv.server.schemas`.
 
     def _ids(self, request: LiveRequest) -> list[int]:
-        description = self.description()
-        if description is None:
+        if self.description is None:
             raise InputError(
                 f"model: {self.loaded.name} does not support live text, expected a language model with softmax "
                 "attention that qkv.edit can change, such as qkv-mini"
@@ -237,41 +231,41 @@ class Live:
         ids = request.ids
         if ids is None:
             ids = self.loaded.tokenizer(request.text, return_tensors="pt")["input_ids"][0].tolist()
-        most = description.most_tokens
+        most = self.description.most_tokens
         if not 1 <= len(ids) <= most:
             raise InputError(f"text has {len(ids)} tokens, expected 1 to {most}")
         if (size := vocabulary(self.loaded.model)) and not 0 <= min(ids) <= max(ids) < size:
             raise InputError(f"tokens has ids in {min(ids)}..{max(ids)}, expected 0..{size - 1} for this model")
         return ids
 
-    def _changes(self, request: LiveRequest) -> HeadEdits:
+    def _changes(self, request: LiveRequest) -> dict[Key, edits.Edit | str]:
         """The edits that have an effect. This also checks the requested head."""
         for name, index, size in (("layer", request.layer, self.layers), ("head", request.head, self.heads)):
             if not 0 <= index < size:
                 raise InputError(f"{name} is {index}, expected 0 to {size - 1}")
-        changes: HeadEdits = {}
+        changes: dict[Key, edits.Edit | str] = {}
+        places = [(e.layer, e.head) for e in request.edits]
         for e in request.edits:
             if not (0 <= e.layer < self.layers and 0 <= e.head < self.heads):
                 all_heads = self.layers * self.heads
                 raise InputError(f"edit: layer is {e.layer} and head {e.head}, expected one of the {all_heads} heads")
-            if (e.layer, e.head) in changes:
+            if places.count((e.layer, e.head)) > 1:
                 raise InputError(f"edits has two edits of layer {e.layer}, head {e.head}, expected one for each head")
-            as_trained = AS_TRAINED if e.normalizer == self.own else e.normalizer
-            changes[e.layer, e.head] = as_trained, e.temperature
-        return {at: one for at, one in changes.items() if one != (AS_TRAINED, 1)}  # others have no effect
+            if (e.normalizer, e.temperature) != (self.own, 1):  # which has no effect
+                changes[e.layer, e.head] = _change(None if e.normalizer == self.own else e.normalizer, e.temperature)
+        return changes
 
-    def _run(self, ids: Sequence[int], changes: HeadEdits) -> ForwardPass:
+    def _run(self, ids: Sequence[int], changes: Mapping[Key, edits.Edit | str]) -> ForwardPass:
         """One forward over the tokens, with these edits; a profile inside reads its weights."""
         model: Any = self.loaded.model
         logits: list[Tensor] = []
-        made: dict[Key, edits.Edit | str] = {at: _change(*one) for at, one in changes.items()}
 
         def keep(module: nn.Module, inputs: Any, out: Any) -> None:
             logits.append(getattr(out, "logits", out)[:, -1])
 
         handle = model.register_forward_hook(keep)
         try:
-            with evaluation_mode(model), torch.inference_mode(), edit(model, made) if made else nullcontext():
+            with evaluation_mode(model), torch.inference_mode(), edit(model, changes) if changes else nullcontext():
                 tokens = torch.tensor([list(ids)], device=device_of(model))
                 found = profile(model, tokens, map_tokens=len(ids), map_bins=0, probe=False, progress=False)
         finally:

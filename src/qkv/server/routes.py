@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
 
 from qkv.profiler.data.similarity import held_maps, similarities
 from qkv.profiler.explore.explorer import Info
 from qkv.profiler.explore.pyramid import Stopped
-from qkv.server.jobs import Work, compute, not_found
+from qkv.server.jobs import Work, compute
 from qkv.server.schemas import (
     LARGEST_INDEX,
     InterventionRequest,
@@ -62,8 +62,6 @@ class Location(NamedTuple):
     of_group: dict[str, Any]
     """The entry of its group in the page: see `qkv.report.payload.payload`."""
     text: int
-    place: tuple[int | str, ...]
-    """Source, group, text, layer and head as they are in the address."""
     layer: int = 0
     head: int | None = 0
     """None for the mean over heads."""
@@ -100,7 +98,7 @@ class Location(NamedTuple):
 async def text_of(request: Request, s: Position, g: Position, t: Position) -> Location:
     source = ready_source(request, s)
     group = source.groups[_checked_index("group", g, len(source.groups))]
-    return Location(source, group, _checked_index("text", t, len(group["texts"])), (s, g, t))
+    return Location(source, group, _checked_index("text", t, len(group["texts"])))
 
 
 TextAt = Annotated[Location, Depends(text_of)]
@@ -108,7 +106,7 @@ TextAt = Annotated[Location, Depends(text_of)]
 
 async def layer_of(at: TextAt, layer: Position) -> Location:
     _checked_index("layer", layer, len(at.of_group["layers"]))
-    return at._replace(layer=layer, place=(*at.place, layer))
+    return at._replace(layer=layer)
 
 
 LayerAt = Annotated[Location, Depends(layer_of)]
@@ -116,11 +114,11 @@ LayerAt = Annotated[Location, Depends(layer_of)]
 
 async def head_of(at: LayerAt, head: Position) -> Location:
     _checked_index("head", head, len(at.of_group["heads"]))
-    return at._replace(head=head, place=(*at.place, head))
+    return at._replace(head=head)
 
 
 async def head_or_mean_of(at: LayerAt, head: HeadOrMean) -> Location:
-    return await head_of(at, head) if isinstance(head, int) else at._replace(head=None, place=(*at.place, head))
+    return await head_of(at, head) if isinstance(head, int) else at._replace(head=None)
 
 
 HeadAt = Annotated[Location, Depends(head_of)]
@@ -133,13 +131,13 @@ def ready_source(request: Request, s: int) -> Source:
     source = session.sources[_checked_index("source", s, len(session.sources))]
     if source.state != "ready":
         reason = source.error or f"it is still {source.stage}"
-        raise not_found(f"The source {source.name} is not ready: {reason}")
+        raise HTTPException(404, f"The source {source.name} is not ready: {reason}")
     return source
 
 
 def _checked_index(name: str, index: int, n: int) -> int:
     if index >= n:
-        raise not_found(f"{name} is {index}, expected {'0' if n == 1 else f'0..{n - 1}'}.")
+        raise HTTPException(404, f"{name} is {index}, expected {'0' if n == 1 else f'0..{n - 1}'}.")
     return index
 
 
@@ -150,9 +148,9 @@ async def page(request: Request, s: Position) -> Response:
 
 
 @data_router.get("/{kind}/{g}/{t}", responses={200: {"content": {"text/plain": {}}}})
-async def packed(at: TextAt, kind: Literal["curves", "pools"]) -> Response:
+async def packed(at: TextAt, g: Position, t: Position, kind: Literal["curves", "pools"]) -> Response:
     """The curves along a text, or the pooled map of each head, as text; the page describes how to decode them."""
-    text = at.source.blobs.get(f"{kind}-{at.place[1]}-{at.place[2]}", "")
+    text = at.source.blobs.get(f"{kind}-{g}-{t}", "")
     return Response(text, media_type="text/plain", headers={"Cache-Control": "no-cache"})
 
 
@@ -172,13 +170,12 @@ async def tile(
 ) -> Response:  # fmt: skip
     """Tile (i, j) of the map, in row i and column j of tiles: at most 256 × 256 pixels, rows × columns float32."""
     if version != request.app.state.session.version:
-        raise not_found("The page belongs to an earlier run of the server: reload it.")
+        raise HTTPException(404, "The page belongs to an earlier run of the server: reload it.")
     report = request.app.state.queues.slow.report_progress
     assert at.head is not None
     where = at.group, at.text, at.layer, at.head, zoom, i, j
     picture = await compute(
         request,
-        ("tile", *at.place, zoom, i, j),
         lambda stopped: at.maps.tile(*where, stopped=stopped, on_progress=report),
         # The explorer keeps partial results, so a stopped tile loses no work.
         long=zoom < at.maps.info(at.group, at.text).base,
@@ -204,30 +201,28 @@ async def profiles(at: HeadAt) -> Response:
 async def pair(request: Request, at: HeadOrMeanAt, query: Token, key: Token) -> dict[str, float]:
     """The weight of one query on one key."""
     work = at.lookup("pair", at.query(query), at.key(key))
-    return {"weight": await compute(request, ("pair", *at.place, query, key), work, quick=True)}
+    return {"weight": await compute(request, work, quick=True)}
 
 
 @data_router.get("/row-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
 async def row_weights(request: Request, at: HeadOrMeanAt, query: Token) -> Response:
     """All weights of a query, (n_keys,)."""
     work = at.lookup("row", at.query(query))
-    return Floats(await compute(request, ("row-weights", *at.place, query), work, quick=True))
+    return Floats(await compute(request, work, quick=True))
 
 
 @data_router.get("/column-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
 async def column_weights(request: Request, at: HeadOrMeanAt, key: Token) -> Response:
     """All weights on a key, (n_queries,)."""
     work = at.lookup("column", at.key(key))
-    return Floats(await compute(request, ("column-weights", *at.place, key), work, quick=True))
+    return Floats(await compute(request, work, quick=True))
 
 
 @data_router.get("/links/{g}/{t}/{layer}")
 async def links(request: Request, at: LayerAt, query: Token) -> Links:
     """The key with the largest weight of a query, in every head of a layer."""
     where = at.group, at.text, at.layer, at.query(query)
-    keys, weights = await compute(
-        request, ("links", *at.place, query), lambda stopped: at.maps.strongest(*where, stopped=stopped), quick=True
-    )
+    keys, weights = await compute(request, lambda stopped: at.maps.strongest(*where, stopped=stopped), quick=True)
     return Links(keys=keys.tolist(), weights=weights.tolist())
 
 
@@ -252,7 +247,7 @@ async def similar(request: Request, at: HeadAt) -> Similarities:
         values = similarities(data, range(row, row + 1), maps)[0]
         return Similarities(maps=maps, values=[float(x) if np.isfinite(x) else None for x in values])
 
-    return await compute(request, ("similar", *at.place), work)
+    return await compute(request, work)
 
 
 model_router = APIRouter(prefix="/api", tags=["models"])
@@ -262,16 +257,14 @@ model_router = APIRouter(prefix="/api", tags=["models"])
 async def answer(request: Request, body: LiveRequest) -> LiveAnswer:
     """Attention weights of every head and the probabilities of the next token, before and after the edits."""
     live = _live(request)
-    key = ("live", body.model_dump_json())
-    return LiveAnswer(**await compute(request, key, lambda stopped: live.answer(body), quick=True))
+    return LiveAnswer(**await compute(request, lambda stopped: live.answer(body), quick=True))
 
 
 @model_router.post("/live/step")
 async def step(request: Request, body: StepRequest) -> StepAnswer:
     """Sample the next token of a text. The server is stateless: the same request gives the same token."""
     live = _live(request)
-    key = ("step", body.model_dump_json())
-    return StepAnswer(**await compute(request, key, lambda stopped: live.step(body), quick=True))
+    return StepAnswer(**await compute(request, lambda stopped: live.step(body), quick=True))
 
 
 @model_router.post("/interventions")
@@ -289,5 +282,5 @@ def _session(request: Request) -> Session:
 def _live(request: Request) -> Live:
     live = _session(request).live
     if live is None:
-        raise not_found("The server has no language model for live text.")
+        raise HTTPException(404, "The server has no language model for live text.")
     return live

@@ -1,17 +1,15 @@
-"""The server of a session: its FastAPI application, in the foreground until an interrupt or in a thread of a program.
+"""The server of a session: its FastAPI application, in a thread of a program or until an interrupt.
 
 Every error is answered with one sentence.
 """
 
 from __future__ import annotations
 
-import gzip
-import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -19,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
 
 import qkv
 from qkv.errors import InputError
 from qkv.report.payload import looks
 from qkv.server import routes
-from qkv.server.guard import WILDCARDS, Connection, Guard, error_answer, is_loopback
-from qkv.server.jobs import ClientDisconnected, JobQueues, QueueFull, not_found
+from qkv.server.guard import Connection, Guard, error_answer
+from qkv.server.jobs import ClientDisconnected, JobQueue, JobQueues, QueueFull
 from qkv.server.routes import IMMUTABLE
-from qkv.server.schemas import AddedPage, ErrorAnswer, SessionState
+from qkv.server.schemas import ErrorAnswer, SessionState
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -46,33 +44,19 @@ DESCRIPTION = (
 )
 
 
-def create_app(
-    session: Session, *, host: str = "127.0.0.1", port: int = 8765, token: str | None = None,
-    queues: JobQueues | None = None,
-) -> Guard:  # fmt: skip
-    """The ASGI application of a session; `host`, `port` and `token` as in `Guard`.
-
-    It computes in `queues`, or in new ones, and stops them when the server ends.
-    """
-    queues = queues or JobQueues()
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        session.start()
-        yield
-        queues.stop()
-
+def create_app(session: Session, *, port: int = 8765, queues: JobQueues | None = None) -> Guard:
+    """The ASGI application of a session at a port of the loopback address. It computes in `queues`, or in new ones."""
     app = FastAPI(
-        title="qkv view", version=qkv.__version__, description=DESCRIPTION, lifespan=lifespan, docs_url=None,
-        redoc_url=None, openapi_url=None, redirect_slashes=False,
+        title="qkv view", version=qkv.__version__, description=DESCRIPTION, docs_url=None, redoc_url=None,
+        redirect_slashes=False,
         responses={code: {"model": ErrorAnswer} for code in ERRORS},
     )  # fmt: skip
-    app.state.session, app.state.queues = session, queues
+    app.state.session, app.state.queues = session, queues or JobQueues(JobQueue(), JobQueue())
     _add_error_handlers(app)
     _add_pages(app, [page.folder for page in session.pages])
     for router in (routes.data_router, routes.model_router, *(page.router for page in session.pages)):
         app.include_router(router)
-    return Guard(app, host=host, port=port, token=token)
+    return Guard(app, port=port)
 
 
 def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
@@ -80,7 +64,6 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
     folder = files("qkv.page")
     # All files are read at the start and found by name, so a name that a client sends never becomes a path.
     known = {x.name: x.read_bytes() for where in (*others, folder) for x in where.iterdir() if _type_of(x.name)}
-    packed = {name: gzip.compress(content, mtime=0) for name, content in known.items()}
     styles = "".join(
         f'<link rel="stylesheet" href="/static/{name}">\n'
         for name in sorted(known) if name.startswith("page_") and name.endswith(".css")
@@ -96,17 +79,10 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
         return Response(status_code=204, headers={"Cache-Control": IMMUTABLE})  # browsers always request it
 
     @app.get("/static/{name}", include_in_schema=False)
-    async def static(request: Request, name: str) -> Response:
+    async def static(name: str) -> Response:
         if name not in known:
-            raise not_found("There is no such file.")
-        headers = {"Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
-        if "gzip" in request.headers.get("accept-encoding", ""):
-            return Response(packed[name], media_type=_type_of(name), headers=headers | {"Content-Encoding": "gzip"})
-        return Response(known[name], media_type=_type_of(name), headers=headers)
-
-    @app.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> Response:
-        return JSONResponse(app.openapi())
+            raise HTTPException(404, "There is no such file.")
+        return Response(known[name], media_type=_type_of(name), headers={"Cache-Control": "no-cache"})
 
     @app.get("/api/session", tags=["session"])
     async def state(request: Request, response: Response) -> SessionState:
@@ -117,11 +93,8 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
             version=session.version,
             title=session.title,
             sources=session.sources,
-            live=session.live_description,
-            pages=[
-                AddedPage(id=x.id, title=x.title, data=session.page_data.get(x.id), missing=session.missing(x))
-                for x in session.pages
-            ],
+            live=None if session.live is None else session.live.description,
+            pages=session.page_states,
             looks=looks(),
             computing=request.app.state.queues.slow.progress,
         )  # fmt: skip
@@ -170,94 +143,67 @@ GRACE = 1  # seconds in which requests may still be answered after an interrupt,
 CLOSE = 0.7  # seconds in which the threads that compute may end after that
 
 
-def serve(
-    session: Session, *, host: str = "127.0.0.1", port: int = 0, on_start: Callable[[str], None] = lambda url: None
-) -> bool:
-    """Serve a session until interrupted. `on_start` is called with the address, which holds the token if there is one.
+@contextmanager
+def serve_in_thread(session: Session, *, port: int = 0, queues: JobQueues | None = None) -> Iterator[str]:
+    """Serve a session in a thread while the context lasts; the context's value is the address.
+
+    Only this machine can connect. At the end all computation is stopped, so that no request waits for its result.
+    """
+    queues = queues or JobQueues(JobQueue(), JobQueue())
+    with _socket(port) as sock:
+        # The socket comes first: for port 0 the system chooses the port, which the checks of the Host header must know.
+        port = sock.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(
+            create_app(session, port=port, queues=queues), http=Connection, log_level="warning", access_log=False,
+            server_header=False, proxy_headers=False, ws="none", lifespan="off", limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=GRACE,
+        ))  # fmt: skip
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="qkv server", daemon=True)
+        session.start()
+        thread.start()
+        try:
+            while not server.started and thread.is_alive():
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{port}/"
+        finally:
+            for queue in queues:
+                queue.stop()
+            server.should_exit = True
+            thread.join()
+
+
+def serve(session: Session, *, port: int = 0, on_start: Callable[[str], None] = lambda url: None) -> bool:
+    """Serve a session until interrupted. `on_start` is called with the address.
 
     An interrupt ends it within 2 seconds, whatever is computed at that moment.
 
     Returns:
         Whether all threads of the server have ended. The interpreter cannot exit cleanly while one still computes.
     """
-    queues = JobQueues()
-
-    def stop() -> None:
-        queues.stop()
-        session.stop()
-
-    sock, server, url = _bind(session, queues, host, port, stop)
-    with sock:
-        on_start(url)
+    queues = JobQueues(JobQueue(), JobQueue())
+    with (
+        suppress(KeyboardInterrupt),
+        serve_in_thread(session, port=port, queues=queues) as url,
+    ):  # the normal way to end it
         try:
-            with suppress(KeyboardInterrupt):  # the normal way to end the server
-                server.run(sockets=[sock])
+            on_start(url)
+            threading.Event().wait()
         finally:
-            end = time.monotonic() + CLOSE
-            ended = [queues.close(CLOSE), session.close(max(0.0, end - time.monotonic()))]
-    return all(ended)
+            session.stop()
+    end = time.monotonic() + CLOSE
+    return all(part.close(max(0.0, end - time.monotonic())) for part in (*queues, session))
 
 
-@contextmanager
-def serve_in_thread(session: Session, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Serve a session in a thread while the context lasts; the context's value is the address."""
-    queues = JobQueues()
-    sock, server, url = _bind(session, queues, host, port, queues.stop)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="qkv server", daemon=True)
-    with sock:
-        thread.start()
-        while not server.started and thread.is_alive():
-            time.sleep(0.01)
-        try:
-            yield url
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
-class _Server(uvicorn.Server):
-    """A server that stops all computation as soon as it is told to end, so that no request waits for its result."""
-
-    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._stop_computing = stop
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._stop_computing()
-        await super().shutdown(sockets)
-
-
-def _bind(
-    session: Session, queues: JobQueues, host: str, port: int, stop: Callable[[], None]
-) -> tuple[socket.socket, _Server, str]:
-    """A bound socket, the server for it and its address.
-
-    The socket comes first: for port 0 the system chooses the port, which the checks of the Host header must know.
-    """
-    host = host.strip("[]")
-    sock = _socket(host, port)
-    port = sock.getsockname()[1]
-    token = None if is_loopback(host) else secrets.token_urlsafe(24)
-    app = create_app(session, host=host, port=port, token=token, queues=queues)
-    config = uvicorn.Config(
-        app, http=Connection, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
-        ws="none", limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=GRACE,
-    )  # fmt: skip
-    name = "localhost" if host in WILDCARDS else f"[{host}]" if ":" in host else host
-    return sock, _Server(config, stop), f"http://{name}:{port}/" + (f"?token={token}" if token else "")
-
-
-def _socket(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _socket(port: int) -> socket.socket:
     # asyncio only turns Nagle's algorithm off, which delays the end of a small answer by 40 ms, if the protocol is TCP
     # explicitly.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
+        sock.bind(("127.0.0.1", port))
         sock.listen(MAX_CONNECTIONS)  # clients that connect before the server runs wait instead of being refused
     except (OSError, OverflowError) as error:
         sock.close()
         reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"--port: cannot listen at {host}:{port} ({reason})") from error
+        raise InputError(f"--port: cannot listen at 127.0.0.1:{port} ({reason})") from error
     return sock

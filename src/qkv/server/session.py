@@ -8,9 +8,10 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from qkv.profiler.explore.pyramid import Cancelled, Stopped
 from qkv.report.payload import as_json, payload
 from qkv.report.stored import StoredMaps
 from qkv.server.live import Live, everywhere
-from qkv.server.schemas import LiveModel, SourceState
+from qkv.server.schemas import AddedPage, SourceState
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -108,20 +109,19 @@ class Session:
         self.version = secrets.token_urlsafe(9)
         self.sources: list[Source] = []
         self.live: Live | None = None
-        self.live_description: LiveModel | None = None
         self.pages = added_pages()
-        self.page_data: dict[str, dict[str, Any]] = {}
-        """What the added pages show at first, by their id, once it is prepared."""
-        self._page_errors: dict[str, str] = {}
+        self.page_states = [
+            AddedPage(id=page.id, title=page.title, data=None, missing=f"{page.title} is being prepared.")
+            for page in self.pages
+        ]
         self._models: dict[int, tuple[Loaded, Any, str | None]] = {}  # pristine copies with their inputs and target
         self._cache_budget = explore.CacheBudget()
-        self._cores = torch.get_num_threads()
         self._interventions: dict[tuple[int, str], Source] = {}
-        self._pending: list[tuple[Source, Prepare]] = []
+        self._pending: SimpleQueue[tuple[Source, Prepare] | None] = SimpleQueue()  # None at the end
         self._has_small_models = False
-        self._changed = threading.Lock()
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        cores = torch.get_num_threads()  # see `qkv.server.jobs.JobQueue`
+        self._thread = threading.Thread(target=self._prepare_in_thread, args=(cores,), name="qkv prepare", daemon=True)
 
     def add_profile(self, profile: Profile, name: str = "") -> Source:
         """Add a saved profile. Its maps are available as far as the profile stores them."""
@@ -181,52 +181,55 @@ class Session:
         if existing is None:
             existing = self._interventions[of, normalizer] = self._add(name, "intervention", prepare)
         else:
-            with self._changed:
-                existing.state, existing.done, existing.stage, existing.error = "running", 0, "waiting", None
-                self._pending.append((existing, prepare))
+            existing.state, existing.done, existing.stage, existing.error = "running", 0, "waiting", None
+            self._pending.put((existing, prepare))
         self.start()
         return existing
 
     def start(self) -> None:
-        """Start a thread that prepares the pending sources, if none is running."""
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._prepare_in_thread, name="qkv prepare", daemon=True)
-                self._thread.start()
+        """Prepare the sources, and those that are added later, in a thread."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def stop(self) -> None:
         """Tell the preparation to stop after the layer that it measures."""
         self._closed.set()
+        self._pending.put(None)
 
     def close(self, wait: float = 2) -> bool:
         """As `stop`; returns whether the thread has ended, after at most `wait` seconds."""
         self.stop()
-        thread = self._thread
-        if thread is None:
-            return True
-        thread.join(wait)
-        return not thread.is_alive()
+        if self._thread.ident is not None:
+            self._thread.join(wait)
+        return not self._thread.is_alive()
 
-    def prepare(self) -> None:
-        """Prepare all pending sources in this thread."""
+    def prepare(self, *, forever: bool = False) -> None:
+        """Prepare all pending sources in this thread, or all that are added until `stop`."""
         if not self._has_small_models:
             self._has_small_models = True
             self._load_small_models()
-        while (following := self._next_pending()) is not None:
-            source, prepare = following
-            try:
-                prepare(source)
-                _build_page(source)
-                source.state, source.stage, source.done = "ready", "ready", source.total
-            except Cancelled:
-                source.error, source.state = "the server was stopped", "failed"
-            except InputError as error:
-                source.error, source.state = f"{error}", "failed"
-                log.error("%s: %s", source.name, error)
-            except Exception as error:
-                source.error = f"{source.name} could not be profiled ({type(error).__name__}): the terminal shows why."
-                source.state = "failed"
-                log.exception("%s could not be profiled", source.name)
+        with suppress(Empty):
+            while (following := self._pending.get(block=forever)) is not None:
+                self._prepare_source(*following)
+
+    def _prepare_in_thread(self, cores: int) -> None:
+        torch.set_num_threads(cores)
+        self.prepare(forever=True)
+
+    def _prepare_source(self, source: Source, prepare: Prepare) -> None:
+        try:
+            prepare(source)
+            _build_page(source)
+            source.state, source.stage, source.done = "ready", "ready", source.total
+        except Cancelled:
+            source.error, source.state = "the server was stopped", "failed"
+        except InputError as error:
+            source.error, source.state = f"{error}", "failed"
+            log.error("%s: %s", source.name, error)
+        except Exception as error:
+            source.error = f"{source.name} could not be profiled ({type(error).__name__}): the terminal shows why."
+            source.state = "failed"
+            log.exception("%s could not be profiled", source.name)
 
     def _load_small_models(self) -> None:
         """Load the live model (the first model that supports live text, else qkv-mini), and prepare the added pages.
@@ -238,44 +241,22 @@ class Session:
                 Live(replace(loaded, model=copy_sharing_weights(loaded.model)), inputs)
                 for loaded, inputs, _ in self._models.values()
             )
-            live = next((x for x in candidates if x.description() is not None), None) or Live(
-                loading.load_model("qkv-mini")
-            )
-            self.live, self.live_description = live, live.description()
+            supported = (live for live in candidates if live.description is not None)
+            self.live = next(supported, None) or Live(loading.load_model("qkv-mini"))
         except Exception:  # the other pages work without it
             log.exception("The model for live text could not be loaded")
-        for page in self.pages:
+        for page, state in zip(self.pages, self.page_states, strict=True):
             try:
-                self.page_data[page.id] = page.prepare()
+                state.data, state.missing = page.prepare(), None
             except Exception as error:  # another package's code can raise anything
-                self._page_errors[page.id] = f"{page.title} could not be prepared ({type(error).__name__})."
+                state.missing = f"{page.title} could not be prepared ({type(error).__name__})."
                 log.exception("The page %s could not be prepared", page.title)
 
-    def missing(self, page: ViewerPage) -> str | None:
-        """The reason why an added page has nothing to show yet, or None."""
-        if page.id in self.page_data:
-            return None
-        return self._page_errors.get(page.id, f"{page.title} is being prepared.")
-
     def _add(self, name: str, kind: Literal["model", "profile", "intervention"], prepare: Prepare) -> Source:
-        with self._changed:
-            source = Source(len(self.sources), name, kind)
-            self.sources.append(source)
-            self._pending.append((source, prepare))
+        source = Source(len(self.sources), name, kind)
+        self.sources.append(source)
+        self._pending.put((source, prepare))
         return source
-
-    def _next_pending(self) -> tuple[Source, Prepare] | None:
-        with self._changed:
-            return self._pending.pop(0) if self._pending else None
-
-    def _prepare_in_thread(self) -> None:
-        torch.set_num_threads(self._cores)  # see `qkv.server.jobs.JobQueue`
-        while True:
-            self.prepare()
-            with self._changed:
-                if not self._pending:
-                    self._thread = None
-                    return
 
 
 def copy_sharing_weights(model: M) -> M:
