@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ class Study:
         return {
             "form": FORM,
             "attrs": dict(self.attrs),
-            "verdicts": [{"tokens": n, **finite(asdict(v))} for n, found in self.verdicts.items() for v in found],
+            "verdicts": [{"tokens": n, **finite(v.as_dict())} for n, found in self.verdicts.items() for v in found],
             "lengths": [dict(found) for found in self.lengths.values()],
         }
 

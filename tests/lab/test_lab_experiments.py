@@ -20,14 +20,14 @@ from qkv.errors import InputError
 from qkv.profiler import corpora
 from qkv.profiler.surveys.corpus import of_texts
 from qkv_lab import Diverged, experiments, loop
-from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, normalizers, scaling, streaming, texts
+from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, normalizers, scaling, small, streaming, texts
 from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
 from qkv_lab.experiments.evidence import HOLDS, UNDECIDED, UNSEEN, Verdict
 from qkv_lab.experiments.page import table
 from qkv_lab.experiments.record import key
 from qkv_lab.experiments.registry import BUILT_IN
 from qkv_lab.experiments.run import SHIPPED, run
-from qkv_lab.experiments.streaming import Sweep
+from qkv_lab.experiments.small import Sweep
 from qkv_lab.task import Measured
 from qkv_lab.tasks import backcopy, language, relations, sequences
 from qkv_lab.tasks.symbols import Symbols
@@ -189,8 +189,8 @@ def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
         for number in ("CHECKED", "EVALUATED", "UNSEEN", "TEXTS", "MIXED", "ROWS"):
             if number in vars(place):
                 monkeypatch.setattr(place, number, 8)
-    monkeypatch.setattr(streaming, "QUICK_TRAINING", {**streaming.QUICK_TRAINING, "steps": 2})
-    monkeypatch.setattr(streaming, "QUICK_TASK", {**streaming.QUICK_TASK, "symbols": 16})
+    monkeypatch.setattr(small, "QUICK_TRAINING", {**small.QUICK_TRAINING, "steps": 2})
+    monkeypatch.setattr(small, "QUICK_TASK", {**small.QUICK_TASK, "symbols": 16})
     monkeypatch.setattr(masks, "TEXT", replace(masks.TEXT))  # it keeps the text that it has read
     generator = np.random.default_rng(0)
     documents = tuple(bytes(generator.integers(32, 127, 500)).decode() for _ in range(40))

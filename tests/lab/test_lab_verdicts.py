@@ -111,5 +111,5 @@ def test_shipped_numbers_give_the_shipped_verdicts(name: str) -> None:
     assert not found["quick"]
     assert results.seeds == made.seeds
     assert all(criterion.dated <= found["created"][:10] for criterion in made.criteria)
-    for entry in re.findall(r"{([^}]+)}", " ".join(made.remarks.values())):
+    for entry in re.findall(r"{([^}]+)}", " ".join(criterion.remark for criterion in made.criteria)):
         assert means_of(results, entry), f"a remark names {entry}, which no run has"

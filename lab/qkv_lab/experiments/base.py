@@ -123,6 +123,10 @@ class Results:
         """The runs of a variant that did not diverge; empty if there is no such variant."""
         return [outcome for outcome in self.variants.get(variant, ()) if outcome.diverged is None]
 
+    def rows(self, variant: str, name: str) -> np.ndarray:
+        """The entry of each run, by its dotted name: an array (seeds, …)."""
+        return np.array([value_of(outcome, name) for outcome in self.finished(variant)], float)
+
     def curve(self, variant: str, name: str) -> tuple[list[int], np.ndarray]:
         """The steps of a curve, and its values as an array (seeds, steps, …)."""
         found = [outcome.curves[name] for outcome in self.finished(variant)]
@@ -182,9 +186,7 @@ class Experiment(ABC):
     """The numbers of the claims that it decides, by default those of the `criteria`."""
     curves: ClassVar[tuple[str, ...]] = ()
     """The metrics to keep as curves over steps, by dotted name: ``loss``, ``check.sink``."""
-    remarks: ClassVar[Mapping[str, str]] = {}
-    """For some claims: a sentence to put after those of the verdict. ``{check.sink}`` becomes the mean of this entry in
-    every variant that has it, ``{check.sink of plain}`` that in one variant. Without a number there is no sentence."""
+
     seeds: ClassVar[int] = 10
     """The number of runs of each variant, fixed before the runs."""
 
@@ -216,13 +218,10 @@ class Experiment(ABC):
     def conclude(self, results: Results) -> Conclusion:
         """The verdicts and their summary. They depend on the numbers alone, by the `criteria`."""
         effects = self.effects(results)
-        verdicts = []
-        for criterion in self.criteria:
-            claim = criterion.claim
-            remark = self.remarks.get(claim, "")
-            means = {name: means_of(results, name) for name in re.findall(r"{([^}]+)}", remark)}
-            remark = re.sub(r"{([^}]+)}", lambda name: means[name[1]], remark) if all(means.values()) else ""  # noqa: B023
-            verdicts.append(judge(criterion, effects[claim], results.level, remark, results.unit))
+        verdicts = [
+            judge(c, effects[c.claim], results.level, with_means(results, c.remark), results.unit)
+            for c in self.criteria
+        ]
         return Conclusion(verdicts, self.question, " ".join(v.text for v in verdicts))
 
     def figure(self, results: Results) -> Figure:
@@ -230,6 +229,12 @@ class Experiment(ABC):
         from qkv_lab.experiments.draw import intervals_figure
 
         return intervals_figure(self.conclude(results), results, self.effects(results), self.lines(results))
+
+
+def with_means(results: Results, remark: str) -> str:
+    """The remark with the means of the entries that it names in braces; empty if one has no number."""
+    means = {name: means_of(results, name) for name in re.findall(r"{([^}]+)}", remark)}
+    return re.sub(r"{([^}]+)}", lambda name: means[name[1]], remark) if all(means.values()) else ""
 
 
 def means_of(results: Results, name: str) -> str:

@@ -61,7 +61,7 @@ def conclusion_fields(found: Conclusion) -> dict[str, Any]:
 
 
 def _verdict_fields(verdict: Verdict) -> dict[str, Any]:
-    fields = {name: x for name, x in asdict(verdict).items() if x not in ((), None)}
+    fields = {name: x for name, x in verdict.as_dict().items() if x not in ((), None)}
     return dict(rounded(fields))
 
 
