@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv import masks, reference
-from qkv_lab.check.hints import Wrong, draw, exercise, expect, pair, trial
+from qkv_lab.check.hints import Wrong, draw, exercise, expect, mask_mistakes, pair, scale_mistakes, trial
 
 Array = np.ndarray
 Blocks = list[tuple[Array, Array]]
@@ -52,37 +52,29 @@ def stable_softmax(answer: Callable[[Array], Array]) -> None:
 
     with trial("scores of 1,000 and −1,000"):
         for scores in (np.array([[1000.0, 1001.0, 999.0]]), np.array([[-1000.0, -1001.0, -1003.0]])):
+            clipped = "all weights are equal, as if the scores were clipped; subtract the row's largest score instead"
+            hint = (
+                "e^1000 overflows to ∞ and e^−1000 underflows to 0, and ∞/∞ and 0/0 are NaN; subtract the largest "
+                "score of each row first, which does not change the weights"
+            )
             got = _quietly(partial(answer, scores))
-            if not got.isfinite().all():
-                raise Wrong(
-                    "e^1000 overflows to ∞ and e^−1000 underflows to 0, and ∞/∞ and 0/0 are NaN; subtract the largest "
-                    "score of each row first, which does not change the weights"
-                )
-            _expect(got, _softmax(scores), "the answer", {
-                "all weights are equal, as if the scores were clipped; subtract the row's largest score instead": (
-                    np.full_like(scores, 1 / 3)
-                ),
-            })  # fmt: skip
+            _expect(got, _softmax(scores), "the answer", {clipped: np.full_like(scores, 1 / 3)}, finite=hint)
 
     with trial("rows far from each other"):
         scores = np.array([[2000.0, 2001.0], [0.0, 1.0]])
-        got = _quietly(lambda: answer(scores))
-        if not got.isfinite().all():
-            raise Wrong(
-                "the largest score of the whole array was subtracted; the powers of a row far below it underflow, and "
-                "0/0 is NaN; each row needs its own maximum: max(-1, keepdims=True)"
-            )
-        _expect(got, _softmax(scores), "the answer")
+        hint = (
+            "the largest score of the whole array was subtracted; the powers of a row far below it underflow, and 0/0 "
+            "is NaN; each row needs its own maximum: max(-1, keepdims=True)"
+        )
+        _expect(_quietly(lambda: answer(scores)), _softmax(scores), "the answer", finite=hint)
 
     with trial("keys of score −∞"):
         scores = np.array([[0.0, MASKED, 1.0], [MASKED, MASKED, -4.0]])
-        got = _quietly(lambda: answer(scores))
-        if not got.isfinite().all():
-            raise Wrong(
-                "a key with score −∞ has weight e^−∞ = 0; here the row becomes NaN, because −∞ − (−∞) is NaN: subtract "
-                "the row's *largest* score, not its smallest or its mean"
-            )
-        _expect(got, _softmax(scores), "the answer")
+        hint = (
+            "a key with score −∞ has weight e^−∞ = 0; here the row becomes NaN, because −∞ − (−∞) is NaN: subtract the "
+            "row's *largest* score, not its smallest or its mean"
+        )
+        _expect(_quietly(lambda: answer(scores)), _softmax(scores), "the answer", finite=hint)
 
 
 @exercise
@@ -101,17 +93,10 @@ def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> None:
             "these are the weights; the answer is the weighted mean of the values: weights @ v": _softmax(scores / 2),
             "the scores are used as weights; apply a softmax to each row first": scores / 2 @ v,
             "the scores are used as weights, and are not scaled": scores @ v,
-            "the scores are not scaled; divide them by √d, where d is the size of a query": _softmax(scores) @ v,
-            "the scores are divided by d, expected √d, which is how their standard deviation grows": _softmax(
-                scores / 4
-            )
-            @ v,
-            "the scores are divided by the root of a value's size, expected √d, with a query's size d": _softmax(
-                scores / np.sqrt(2)
-            )
-            @ v,
-            "the scores are divided by the root of the number of keys, expected √d": _softmax(scores / np.sqrt(5)) @ v,
-            "the scores are multiplied by √d, expected divided": _softmax(scores * 2) @ v,
+            **{
+                hint: weights.numpy() @ v
+                for hint, weights in scale_mistakes(torch.from_numpy(scores), 4, dv=2, nk=5).items()
+            },
             "the weights are divided by √d; divide the scores, before the softmax": (_softmax(scores) / 2 @ v),
             "the softmax runs over the queries; it should run over the keys of each query: the last axis": (
                 _softmax(scores / 2, 0) @ v
@@ -132,10 +117,8 @@ def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> None:
     with trial("large queries"):
         rng = np.random.default_rng(3)
         q, k, v = 1e4 * rng.normal(size=(2, 3)), rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
-        got = _quietly(lambda: answer(q, k, v))
-        if not got.isfinite().all():
-            raise Wrong("large scores overflow in exp; subtract the largest of each row first")
-        _expect(got, _attention(q, k, v), "the answer")
+        hint = "large scores overflow in exp; subtract the largest of each row first"
+        _expect(_quietly(lambda: answer(q, k, v)), _attention(q, k, v), "the answer", finite=hint)
 
 
 @exercise
@@ -271,9 +254,11 @@ def _tensor(got: object, what: str) -> Tensor:
     raise Wrong(f"{what} is {type(got).__name__}, expected an array of numbers")
 
 
-def _expect(got: Tensor, expected: Array, what: str, mistakes: dict[str, Array] | None = None) -> None:
+def _expect(
+    got: Tensor, expected: Array, what: str, mistakes: dict[str, Array] | None = None, *, finite: str = ""
+) -> None:
     known = {hint: torch.tensor(wrong) for hint, wrong in (mistakes or {}).items()}
-    expect(got, torch.tensor(expected), what, known, 1e-8)
+    expect(got, torch.tensor(expected), what, known, 1e-8, finite=finite)
 
 
 OutWeights = tuple[Float[Tensor, "b n m"], Float[Tensor, "b h n n"]]
@@ -339,35 +324,18 @@ def _check_attention(
     found = reference.attention(q, k, v, mask=dense)
     right_weights, means = torch.from_numpy(found.weights), torch.from_numpy(found.out)
     each = torch.einsum("bhnd,hdm->bhnm", means, w_o)
+    scores = q @ k.mT / d**0.5
     masked = torch.zeros(n, n, dtype=torch.bool) if mask is None else ~mask
-    plain = (q @ k.mT).masked_fill(masked, -torch.inf)
     mistakes = {
-        "the scores are not scaled: divide them by √d, where d is the size of a head": plain.softmax(-1),
-        "the scores are divided by √m, the root of the model's width; expected √d, where d is the size of a head": (
-            (plain / m**0.5).softmax(-1)
-        ),
+        **scale_mistakes(q @ k.mT, d, mask, m=m),
         "the softmax runs over the queries; it should run over the keys of each query: the last dimension": (
-            (plain / d**0.5).softmax(-2)
+            scores.masked_fill(masked, -torch.inf).softmax(-2)
         ),
         "queries and keys are swapped: rows are queries, so the first factor must come from w_q": (
-            ((k @ q.mT).masked_fill(masked, -torch.inf) / d**0.5).softmax(-1)
+            scores.mT.masked_fill(masked, -torch.inf).softmax(-1)
         ),
+        **({} if mask is None else mask_mistakes(scores, mask)),
     }
-    if mask is not None:
-        scores = q @ k.mT / d**0.5
-        mistakes |= {
-            "the mask is ignored": scores.softmax(-1),
-            "masked scores are set to 0, but e^0 = 1 is not 0: set them to −∞": (
-                scores.masked_fill(masked, 0).softmax(-1)
-            ),
-            "the mask comes after the softmax, and rows no longer sum to one; mask the scores before it": (
-                scores.softmax(-1).masked_fill(masked, 0)
-            ),
-            "the mask is the wrong way round: True is where a query may attend, so fill where it is False: ~mask": (
-                scores.masked_fill(mask, -torch.inf).softmax(-1)
-            ),
-            "the mask is transposed: its rows are queries": scores.masked_fill(masked.mT, -torch.inf).softmax(-1),
-        }
     expect(weights, right_weights, "weights", mistakes, 1e-9)
     expect(out, each.sum(1), "out", {
         "these are the heads' means of the values; project them by w_o, and sum over the heads": means,

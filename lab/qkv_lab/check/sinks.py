@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import qkv
-from qkv_lab.check.hints import Wrong, draw, exercise, expect, expect_pair, pair, trial
+from qkv_lab.check.hints import Wrong, draw, exercise, expect, expect_pair, expect_shape, pair, trial
 
 
 @exercise
@@ -32,9 +32,7 @@ def first_token(answer: Callable[[Float[Tensor, "layers heads n n"]], Float[Tens
             "it is one number for each head, first query included": column.mean(-1),
             "it is one number for each query: take the mean over queries, too": column[..., 1:].mean(1),
         }
-        got = answer(weights)
-        if not isinstance(got, Tensor) or got.shape != right.shape:
-            expect(got, right, "the measure", mistakes)
+        expect_shape(answer(weights), right, "the measure", mistakes)
 
     with trial("the column, without the first query"):
         mistakes = {
@@ -168,10 +166,9 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
         expect(pair(answer(q, k, v, key))[0], plain, "out", mistakes)
 
     with trial("mask"):
-        masked_scores = s.masked_fill(~mask, -torch.inf)
         mistakes = {
             "the mask is ignored": right,
-            "the learnt key is masked: it must be visible to all queries": masked_scores.softmax(-1),
+            "the learnt key is masked: it must be visible to all queries": s.masked_fill(~mask, -torch.inf).softmax(-1),
             "the mask comes after the softmax: mask the scores": right * mask,
         }
         expect_pair(answer(q, k, v, key, mask), _with_key(q, k, v, key, mask), mistakes)
@@ -179,12 +176,10 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
     with trial("a query with no visible key of the text"):
         visible = mask.clone()
         visible[1] = False
-        got = pair(answer(q, k, v, key, visible))
-        if bool(got[1].isnan().any()):
-            raise Wrong(
-                "weights are NaN: with the learnt key in the softmax every row has a visible key; is that key masked?"
-            )
-        expect_pair(got, _with_key(q, k, v, key, visible))
+        (out, weights), right = pair(answer(q, k, v, key, visible)), _with_key(q, k, v, key, visible)
+        hint = "weights are NaN: with the learnt key in the softmax every row has a visible key; is that key masked?"
+        expect(weights, right[1], "weights", finite=hint)
+        expect(out, right[0], "out")
 
     with trial("the key learns"):
         own = key.clone().requires_grad_()
@@ -236,13 +231,12 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
         expect(answer(scores), right, "weights", mistakes)
 
     with trial("large scores"):
-        got = answer(scores * 100 + 300)
-        if isinstance(got, Tensor) and not bool(got.isfinite().all()):
-            raise Wrong(
-                "it overflows for scores of several hundred: subtract the largest of the scores and 0 from all of them "
-                "(also from the 0), or use torch.softmax with the column of zeros"
-            )
-        expect(got, truth(scores * 100 + 300), "weights of large scores")
+        hint = (
+            "it overflows for scores of several hundred: subtract the largest of the scores and 0 from all of them "
+            "(also from the 0), or use torch.softmax with the column of zeros"
+        )
+        large = scores * 100 + 300
+        expect(answer(large), truth(large), "weights of large scores", finite=hint)
 
     with trial("very low scores"):
         low_scores = scores - 50
@@ -255,10 +249,8 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
     with trial("masked keys"):
         s = scores.clone()
         s[0, 1], s[1, :, 2:] = -torch.inf, -torch.inf
-        got = answer(s)
-        if isinstance(got, Tensor) and bool(got.isnan().any()):
-            raise Wrong("a row of −inf gives NaN: −inf − (−inf) is NaN; with the 0 among the scores the largest is ≥ 0")
-        expect(got, truth(s), "weights of masked keys")
+        hint = "a row of −inf gives NaN: −inf − (−inf) is NaN; with the 0 among the scores the largest is ≥ 0"
+        expect(answer(s), truth(s), "weights of masked keys", finite=hint)
 
 
 def _causal(scores: Float[Tensor, "*b n n"]) -> Float[Tensor, "*b n n"]:
