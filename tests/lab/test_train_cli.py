@@ -65,12 +65,12 @@ def test_flags_change_only_their_settings(asked: Asked, command: Command, monkey
     command.succeeds("train", "reversal")
     assert (asked.task, asked.training) == (Reversal(), Reversal.training())
     assert asked.folder == Path("qkv-runs/reversal")
-    assert asked.options == {"progress": True, "tensorboard": False}
+    assert asked.options == {"progress": True}
     flags = "--length 5 --steps 7 --lr 1e-4 --model.layers 3 --model.d_model 48 --model.no-bias --precision bfloat16"
-    command.succeeds("train", "reversal", *flags.split(), "--tensorboard", "--out", "there", "--threads", 3)
+    command.succeeds("train", "reversal", *flags.split(), "--out", "there", "--threads", 3)
     assert asked.task == Reversal(length=5, model=replace(Reversal().model, layers=3, d_model=48, bias=False))
     assert asked.training == replace(Reversal.training(), steps=7, lr=1e-4, precision="bfloat16")
-    assert (asked.folder, asked.options["tensorboard"], threads) == (Path("there"), True, [3])
+    assert (asked.folder, threads) == (Path("there"), [3])
 
 
 def test_flags_override_toml_which_overrides_defaults(asked: Asked, command: Command) -> None:

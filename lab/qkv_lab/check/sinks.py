@@ -176,10 +176,10 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
     with trial("a query with no visible key of the text"):
         visible = mask.clone()
         visible[1] = False
-        (out, weights), right = pair(answer(q, k, v, key, visible)), _with_key(q, k, v, key, visible)
+        (out, weights), truth = pair(answer(q, k, v, key, visible)), _with_key(q, k, v, key, visible)
         hint = "weights are NaN: with the learnt key in the softmax every row has a visible key; is that key masked?"
-        expect(weights, right[1], "weights", finite=hint)
-        expect(out, right[0], "out")
+        expect(weights, truth[1], "weights", finite=hint)
+        expect(out, truth[0], "out")
 
     with trial("the key learns"):
         own = key.clone().requires_grad_()
