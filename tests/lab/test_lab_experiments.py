@@ -23,8 +23,7 @@ from qkv_lab import Diverged, experiments, loop
 from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, normalizers, scaling, small, streaming, texts
 from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
 from qkv_lab.experiments.evidence import HOLDS, UNDECIDED, UNSEEN, Verdict
-from qkv_lab.experiments.page import table
-from qkv_lab.experiments.record import key
+from qkv_lab.experiments.record import key, table
 from qkv_lab.experiments.registry import BUILT_IN
 from qkv_lab.experiments.run import SHIPPED, run
 from qkv_lab.experiments.small import Sweep

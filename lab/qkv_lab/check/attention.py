@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-import qkv
 from qkv import reference, scores
+from qkv.normalizers import Softmax
 from qkv_lab.check.hints import (
     Wrong,
     draw,
@@ -24,6 +24,7 @@ from qkv_lab.check.hints import (
     same,
     scale_mistakes,
     trial,
+    truth,
 )
 
 
@@ -164,17 +165,17 @@ def attention(answer: Callable[..., Attended]) -> None:
 
     with trial("scores"):
         mistakes = scale_mistakes(q.double() @ k.double().mT, 4, dv=7, nk=5)
-        expect(pair(answer(q, k, v))[1], _truth(q, k, v)[1], "weights", mistakes)
+        expect(pair(answer(q, k, v))[1], truth(q, k, v)[1], "weights", mistakes)
 
     with trial("output"):
-        expect(pair(answer(q, k, v))[0], _truth(q, k, v)[0], "out, which is weights @ v,")
+        expect(pair(answer(q, k, v))[0], truth(q, k, v)[0], "out, which is weights @ v,")
 
     with trial("mask"):
         mistakes = mask_mistakes(q.double() @ k.double().mT / 2, mask)
-        expect_pair(answer(q, k, v, mask), _truth(q, k, v, mask), mistakes)
+        expect_pair(answer(q, k, v, mask), truth(q, k, v, mask), mistakes)
 
     with trial("large scores"):
-        weights, right = pair(answer(200 * q, 200 * k, v))[1], _truth(200 * q, 200 * k, v)[1]
+        weights, right = pair(answer(200 * q, 200 * k, v))[1], truth(200 * q, 200 * k, v)[1]
         hint = (
             "scores of several thousand overflow: eˢ is infinite from s = 89 in float32; subtract each row's largest "
             "score first, or let torch.softmax do it"
@@ -196,7 +197,7 @@ def attention(answer: Callable[..., Attended]) -> None:
             raise Wrong(
                 "a query with no visible key attends to all keys equally, though all are masked; expected weights 0"
             )
-        expect_pair((out, weights), _truth(q, k, v, visible))
+        expect_pair((out, weights), truth(q, k, v, visible))
         if out.requires_grad:
             out[:, [0, 2]].sum().backward()
             for name, x in zip("vqk", (inputs[2], *inputs[:2]), strict=True):
@@ -273,7 +274,7 @@ def temperature(answer: Callable[..., Attended]) -> None:
 
     with trial("temperature 1"):
         mistakes = {"the scores are not scaled: 1/√d stays, in addition to the temperature": raw.softmax(-1)}
-        expect_pair(answer(q, k, v), _truth(q, k, v), mistakes)
+        expect_pair(answer(q, k, v), truth(q, k, v), mistakes)
 
     for name, t in (("temperature 2", 2.0), ("temperature ½", 0.5)):
         mistakes = {
@@ -286,27 +287,17 @@ def temperature(answer: Callable[..., Attended]) -> None:
             "temperature is added to √d, expected times √d": (raw / (math.sqrt(5) + t)).softmax(-1),
         }
         with trial(name):
-            expect_pair(answer(q, k, v, t), _truth(q, k, v, temperature=t), mistakes)
+            expect_pair(answer(q, k, v, t), truth(q, k, v, normalizer=Softmax(t)), mistakes)
 
     with trial("very cold"):
         out, weights = pair(answer(q, k, v, 1e-3))
-        right = _truth(q, k, v, temperature=1e-3)
+        right = truth(q, k, v, normalizer=Softmax(1e-3))
         hint = "at temperature 0.001 it overflows: subtract each row's largest score, or use torch.softmax"
         expect(weights, right[1], "weights", finite=hint)
         expect(out, right[0], "out", finite=hint)
 
     with trial("very hot"):
-        expect_pair(answer(q, k, v, 1e6), _truth(q, k, v, temperature=1e6))
-
-
-def _truth(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Output and weights of one head, in float64."""
-    inputs = [x.detach().double()[:, None] for x in (q, k, v)]
-    normalizer = qkv.normalizers.Softmax(temperature)
-    out, weights = qkv.attend(*inputs, mask=mask, normalizer=normalizer, return_weights=True)
-    return out[:, 0], weights[:, 0]
+        expect_pair(answer(q, k, v, 1e6), truth(q, k, v, normalizer=Softmax(1e6)))
 
 
 def _has_shape(x: Tensor, shape: tuple[int, ...], what: str, why: str) -> None:

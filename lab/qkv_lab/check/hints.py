@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import qkv
 from qkv.errors import InputError
+from qkv.normalizers import Normalizer
 
 
 class Wrong(Exception):  # noqa: N818  # a verdict on an answer, not an error of the program
@@ -113,6 +115,15 @@ def expect_pair(got: object, expected: tuple[Tensor, Tensor], mistakes: Mapping[
     out, weights = pair(got)
     expect(weights, expected[1], "weights", mistakes)
     expect(out, expected[0], "out")
+
+
+def truth(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, normalizer: Normalizer | None = None
+) -> tuple[Tensor, Tensor]:
+    """The right output and weights of one head, in float64."""
+    inputs = [x.detach().double()[:, None] for x in (q, k, v)]
+    out, weights = qkv.attend(*inputs, mask=mask, normalizer=normalizer, return_weights=True)
+    return out[:, 0], weights[:, 0]
 
 
 def same(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:

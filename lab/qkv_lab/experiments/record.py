@@ -1,4 +1,4 @@
-"""The JSON file of an experiment's results: its entries, and how it is written and read."""
+"""The results of experiments: the JSON file of each, how it is written and read, and the page of all in a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 
 from qkv._untrusted import check_version, load_json
-from qkv.errors import refusing
+from qkv.errors import InputError, refusing
 from qkv_lab import log, settings
 from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
-from qkv_lab.experiments.evidence import ERROR, Verdict
+from qkv_lab.experiments.evidence import ERROR, ONLY, Interval, Verdict
+from qkv_lab.experiments.registry import BUILT_IN
 
 VERSION = 1
 """The version of the JSON file; increase it when an older qkv could misread a file that this version writes."""
@@ -167,3 +169,60 @@ def _machine() -> dict[str, Any]:
         cpu = names[0] if names else cpu
     threads = torch.get_num_threads()
     return {"cpu": cpu, "threads": threads, "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+# --- the page of all results ------------------------------------------------------------------------------------------
+
+
+def table(out: str | Path) -> str:
+    """All results in a folder as a Markdown page with questions, verdicts, costs and links to the figures."""
+    lines = [
+        "# Experiments",
+        "",
+        "Each verdict compares a confidence interval of a mean over seeds (Student's t) with a bound that was written",
+        "down before the runs. Runs with the same seed share initial weights and data. Variants that did not learn",
+        "their task are not counted. Verdicts hold for the small models trained here.",
+    ]
+    for name, found in _results(Path(out)):
+        lines += ["", f"## {name}", "", f"*{found['question']}*", ""]
+        lines += [] if all(v["text"] in found["paragraph"] for v in found["verdicts"]) else [found["paragraph"], ""]
+        lines += [f"- **{v['claim']} {_outcome_text(v)}**: {v['text']}" for v in found["verdicts"]]
+        lines += ["", f"![{found['title']}]({name}.png)", "", _origin(found)]
+    return "\n".join(lines).replace("<s>", "`<s>`") + "\n"  # a browser would take <s> for strike-through
+
+
+def _outcome_text(verdict: Mapping[str, Any]) -> str:
+    """The outcome of a verdict, with the conditions under which the claim holds."""
+    if verdict["holds"] != ONLY:
+        return str(verdict["holds"])
+    intervals = (Interval(**i) for i in verdict["intervals"])
+    under = [i.condition for i in intervals if i.clears and not i.unless and not i.premise]
+    return f"{ONLY}: {', '.join(under)}"
+
+
+def _origin(found: Mapping[str, Any]) -> str:
+    """How a result was made: command, seeds, cost, machine, commit and dates."""
+    seeds = sorted({len(x["results"]) for x in found["variants"].values()})
+    number = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
+    dated = {v["criterion"]["dated"] for v in found["verdicts"] if "criterion" in v}
+    parts = [
+        f"`{found.get('command', 'qkv experiment ' + found['name'])}`",
+        f"{number} seeds",
+        f"{seconds_in(found) / 60:.0f} minutes of processor time" if seconds_in(found) else "",
+        f"{found['machine']['cpu']}" if "machine" in found else "",
+        f"criteria of {', '.join(sorted(dated))}" if dated else "",
+        f"run {found['created'][:10]}" if "created" in found else "",
+        f"commit {found['versions']['commit'][:9]}" if found.get("versions", {}).get("commit") else "",
+    ]
+    return f"Made by {', '.join(filter(None, parts))}."
+
+
+def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The results in a folder by name: of built-in experiments in their order, then of all others."""
+    for name in BUILT_IN:
+        if (folder / f"{name}.json").exists():
+            yield name, load(folder / f"{name}.json")
+    for file in sorted(folder.glob("*.json")):
+        if file.stem not in BUILT_IN:
+            with suppress(InputError):  # a JSON file of something else
+                yield file.stem, load(file)
