@@ -35,15 +35,19 @@ from qkv_lab.translation import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
-    "rnn": {"attention": "none"},
-    "tanh-rnn": {"attention": "none", "cell": "rnn"},
-    "bahdanau": {"attention": "bahdanau"},
-    "luong": {"attention": "luong-general", "input_feeding": True},
-    "luong-local": {"attention": "luong-general", "input_feeding": True, "kind": "local-p", "half_width": 5},
-    "multihead": {"attention": "multihead"},
-    "transformer": {},
-}  # fmt: skip
+ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "rnn": ("A recurrent model without attention", {"attention": "none"}),
+    "tanh-rnn": ("A recurrent model of tanh cells without attention", {"attention": "none", "cell": "rnn"}),
+    "bahdanau": ("A recurrent model with Bahdanau's attention", {"attention": "bahdanau"}),
+    "luong": ("A recurrent model with Luong's attention", {"attention": "luong-general", "input_feeding": True}),
+    "luong-local": (
+        "A recurrent model with Luong's local attention",
+        {"attention": "luong-general", "input_feeding": True, "kind": "local-p", "half_width": 5},
+    ),
+    "multihead": ("A recurrent model with multi-head attention", {"attention": "multihead"}),
+    "transformer": ("A Transformer", {}),
+}
+"""What each is in a sentence, and its settings in `RNNSeq2SeqConfig`."""
 LIMITS = (7, 11, 15, 20, 30)
 """The upper limits of the groups by length, in source words."""
 STOP_WORDS = frozenset({"the", "a", "an", "some", "and", "not", "of", "to"})
@@ -104,7 +108,7 @@ class Translation:
             )  # fmt: skip
         return RNNSeq2SeqConfig(
             source, target, d_embedding=max(1, self.d_model // 2), d_hidden=self.d_model, layers=self.layers or 1,
-            heads=self.heads, dropout=self.dropout, **ARCHITECTURES[self.architecture],
+            heads=self.heads, dropout=self.dropout, **ARCHITECTURES[self.architecture][1],
         )  # fmt: skip
 
     def build(self) -> RNNSeq2Seq | EncoderDecoder:
@@ -209,8 +213,8 @@ class Translation:
         whole, last = found["exact_match"], found["exact_match_by_length"][-1]
         figure, axes = draw.panels(
             f"{whole:.0%} of held-out sentences are translated exactly, {last:.0%} of the longest",
-            f"{self._described()}; English to French by a grammar. Greedy translations of {self.held_out} held-out "
-            "sentences in each group.",
+            f"{ARCHITECTURES[self.architecture][0]}; English to French by a grammar. Greedy translations of "
+            f"{self.held_out} held-out sentences in each group.",
             columns=2, height=2.8,
         )  # fmt: skip
         labels = (("exact_match_by_length", "exact translations (%)", 100), ("bleu_by_length", "BLEU (0 … 100)", 1))
@@ -234,8 +238,8 @@ class Translation:
         which = "" if weights.shape[:2] == (1, 1) else f" Layer {layer}, head {head}, the best of all heads."
         figure, axes = draw.panels(
             f"For {checked['best_accuracy']:.0%} of French words the strongest weight is on a word they translate",
-            f"{self._described()}, held-out sentences.{which} Rows: the weights with which a word is predicted. "
-            "Outlined: the true alignment, which the model was not trained on.",
+            f"{ARCHITECTURES[self.architecture][0]}, held-out sentences.{which} Rows: the weights with which a word is "
+            "predicted. Outlined: the true alignment, which the model was not trained on.",
             columns=len(pairs), width=3.3 * len(pairs), height=3.5,
         )  # fmt: skip
         for ax, pair, w in zip(axes, pairs, weights[layer, head], strict=True):
@@ -253,17 +257,6 @@ class Translation:
         bar.set_label("attention weight", size=8)
         bar.ax.tick_params(labelsize=8)
         return figure
-
-    def _described(self) -> str:
-        return {
-            "rnn": "A recurrent model without attention",
-            "tanh-rnn": "A recurrent model of tanh cells without attention",
-            "bahdanau": "A recurrent model with Bahdanau's attention",
-            "luong": "A recurrent model with Luong's attention",
-            "luong-local": "A recurrent model with Luong's local attention",
-            "multihead": "A recurrent model with multi-head attention",
-            "transformer": "A Transformer",
-        }[self.architecture]
 
     def files(self) -> Mapping[str, str]:
         """The vocabulary of both languages."""
