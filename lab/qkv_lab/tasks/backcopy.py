@@ -198,7 +198,7 @@ class Backcopy:
             for label, trigger in zip(labels, triggers, strict=True):
                 label.set(color=draw.COLOURS[1] if trigger else draw.INK, weight="bold" if trigger else "normal")
         axes.set(xlabel="key", ylabel="query")
-        figure.colorbar(image, ax=axes, label="weight", shrink=0.8)
+        draw.scale(image, axes, "weight", shrink=0.8)
         return figure
 
     def _sink_figure(

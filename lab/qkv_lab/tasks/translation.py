@@ -253,9 +253,7 @@ class Translation:
             ax.spines[:].set_visible(False)
         axes[0].set_ylabel("French, predicted")
         figure.supxlabel("English, attended to", size=9)
-        bar = figure.colorbar(axes[0].images[0], ax=axes, shrink=0.7, pad=0.01)
-        bar.set_label("attention weight", size=8)
-        bar.ax.tick_params(labelsize=8)
+        draw.scale(axes[0].images[0], axes, "attention weight", shrink=0.7)
         return figure
 
     def files(self) -> Mapping[str, str]:
