@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -282,7 +283,7 @@ def _claim_folder(folder: Path, task: Task, training: Training) -> None:
             write_atomically(file, text)
             return
         found = {"format_version": 1, **settings.read_toml(file, "folder")}
-        if differs := settings.difference(found, settings.parse_toml(text)):
+        if differs := settings.difference(found, tomllib.loads(text)):
             raise InputError(
                 f"folder: the run in {folder} has other settings ({'; '.join(differs)}), expected another folder"
             )

@@ -60,11 +60,6 @@ def to_toml(task: Task, training: Training) -> str:
     )
 
 
-def parse_toml(text: str) -> dict[str, Any]:
-    """The contents of a TOML text."""
-    return tomllib.loads(text)
-
-
 def read_toml(path: Path, argument: str = "config") -> dict[str, Any]:
     """The contents of a TOML file; `InputError`, which names the caller's `argument`, if it cannot be read."""
     with (
@@ -72,7 +67,7 @@ def read_toml(path: Path, argument: str = "config") -> dict[str, Any]:
         # tomllib raises ValueError also for numbers and dates that do not exist
         refusing(f"{argument}: the file {path} is not TOML ({{}})", ValueError, RecursionError),
     ):
-        found = parse_toml(read_bytes(path, TEXT).decode("utf-8"))
+        found = tomllib.loads(read_bytes(path, TEXT).decode("utf-8"))
         check_nested(found)
     with refusing(f"{argument}: cannot read {path}: {{}}", ValueError):
         check_version(found, VERSION)

@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import shutil
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -89,7 +90,7 @@ def _check_fields(task: Any) -> None:
         raise CheckFailed(f"{cls.__name__} {problem}")
     with calling(task, "fields", "written to run.toml and read again"):
         text = settings.to_toml(task, cls.training())
-        if settings.updated(cls(), settings.parse_toml(text)[task.name]) != task:
+        if settings.updated(cls(), tomllib.loads(text)[task.name]) != task:
             fail(task, "fields", "change when they are written to run.toml and read again")
 
 

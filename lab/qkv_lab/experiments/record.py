@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -74,7 +75,7 @@ def _variants(made: Experiment, results: Results) -> dict[str, Any]:
         found[variant] = {"seeds": [o.seed for o in outcomes]}
         runs = [s for o in outcomes for v, s in made.settings(o.seed, results.quick).items() if v == variant]
         if runs:
-            found[variant]["settings"] = settings.parse_toml(settings.to_toml(runs[0].task, runs[0].training))
+            found[variant]["settings"] = tomllib.loads(settings.to_toml(runs[0].task, runs[0].training))
             found[variant]["runs"] = [key(run) for run in runs]
         rows = ({name: x for name, x in asdict(o).items() if x not in ({}, None)} for o in outcomes)
         found[variant]["results"] = list(rows)
