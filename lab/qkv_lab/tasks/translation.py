@@ -20,17 +20,7 @@ from qkv_lab import grammar, translation
 from qkv_lab.grammar import Pair
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig, RNNSeq2Seq, RNNSeq2SeqConfig
 from qkv_lab.task import Batch, Measured, Training
-from qkv_lab.translation import (
-    END,
-    PAD,
-    START,
-    VOCABULARY,
-    cross_weights,
-    greedy,
-    padded,
-    vocabularies,
-    vocabulary_file,
-)
+from qkv_lab.translation import END, PAD, START, cross_weights, vocabularies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -124,7 +114,7 @@ class Translation:
         rng = Random(f"{seed} {step // BUCKETED_STEPS}")
         pairs: list[Pair] = []
         while len(pairs) < BUCKETED_STEPS * size:
-            pair = translation.sentence(rng, self.max_words)
+            pair = grammar.sentence(rng, self.max_words)
             if not is_held_out(pair):
                 pairs.append(pair)
         pairs.sort(key=lambda pair: len(pair.target))
@@ -162,7 +152,10 @@ class Translation:
         groups = self.unseen()
         pairs = [pair for group in groups for pair in group]
         batch = tensors(pairs, next(model.parameters()).device)
-        found = [vocabularies()[1].text(row) for row in greedy(model, batch["source"], batch["target"].shape[1] + 10)]
+        found = [
+            vocabularies()[1].text(row)
+            for row in translation.greedy(model, batch["source"], batch["target"].shape[1] + 10)
+        ]
         right = [" ".join(words) == " ".join(pair.target) for words, pair in zip(found, pairs, strict=True)]
         ends = np.cumsum([0, *map(len, groups)])
         parts = [slice(a, b) for a, b in pairwise(ends)]
@@ -258,7 +251,7 @@ class Translation:
 
     def files(self) -> Mapping[str, str]:
         """The vocabulary of both languages."""
-        return {VOCABULARY: vocabulary_file(*vocabularies())}
+        return {translation.VOCABULARY: translation.vocabulary_file(*vocabularies())}
 
 
 def alignment(weights: Float[Tensor, "b t s"], pairs: Sequence[Pair]) -> dict[str, float]:
@@ -304,8 +297,8 @@ def tensors(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> dict[s
     """Sentence pairs as a padded batch."""
     source, target = vocabularies()
     return {
-        "source": padded([source.numbers(pair.source) for pair in pairs]).to(device),
-        "target": padded([[START, *target.numbers(pair.target), END] for pair in pairs]).to(device),
+        "source": translation.padded([source.numbers(pair.source) for pair in pairs]).to(device),
+        "target": translation.padded([[START, *target.numbers(pair.target), END] for pair in pairs]).to(device),
     }
 
 
@@ -337,7 +330,7 @@ def _unseen(max_words: int, size: int) -> tuple[tuple[Pair, ...], ...]:
     ranges = _ranges(max_words)
     found: list[dict[tuple[str, ...], Pair]] = [{} for _ in ranges]
     while any(len(group) < size for group in found):
-        pair = translation.sentence(rng, max_words)
+        pair = grammar.sentence(rng, max_words)
         at = next(i for i, (_, high) in enumerate(ranges) if len(pair.source) <= high)
         if is_held_out(pair) and len(found[at]) < size:
             found[at][pair.source] = pair
