@@ -17,7 +17,7 @@ from qkv._files import write_atomically
 from qkv._progress import Step
 from research.sinks import effects
 from research.sinks.criteria import SINK, geometric, ratio
-from research.sinks.effects import FirstKey, HeadNumber, Magnitudes, Rows
+from research.sinks.effects import HeadNumber, Magnitudes, Rows
 from research.sinks.subject import CHOICE, JUDGED, Subject, Texts, self_attention, untrained
 
 DRAWS = 4
