@@ -94,13 +94,9 @@ def _of(page: Lesson) -> Iterable[Exercise]:
 def _exercise(page: Lesson, source: str, name: str, defined: str, before: dict[str, str]) -> Exercise:
     body = ast.parse(source).body[:-1]
     node = next(x for x in body if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name == defined)
-    call = (
-        node
-        if isinstance(node, ast.FunctionDef)
-        else next(x for x in ast.walk(node) if getattr(x, "name", "") == "__init__")
-    )
+    functions = [x for x in ast.walk(node) if isinstance(x, ast.FunctionDef) and x.name in (defined, "__init__")]
     code = "\n".join(source.splitlines()[: body[-1].end_lineno])
-    signature = f"{defined}({ast.unparse(call.args).removeprefix('self, ')})"
+    signature = f"{defined}({ast.unparse(functions[0].args).removeprefix('self, ')})"
     return Exercise(name, page.name, defined, signature, _complete(f"{code}\n", before, "\n\n\n"), code)
 
 
