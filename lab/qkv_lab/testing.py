@@ -280,7 +280,7 @@ def _check_verdicts(e: Experiment, results: Results) -> None:
     for claim, effect in ((claim, one) for claim, some in effects.items() for one in some):
         if not np.isfinite(np.asarray(effect.values, float)).all():
             fail(e, "effects", f"has no finite number for {claim}")
-    for criterion, verdict in zip(e.criteria, found.verdicts, strict=True):
+    for criterion, verdict in zip(e.criteria, found, strict=True):
         holds = judge(criterion, effects[criterion.claim], results.level).holds
         if (verdict.claim, verdict.holds) != (criterion.claim, holds):
             fail(e, "conclude", f"says {verdict.holds!r} on {verdict.claim}, expected {holds!r} by the criterion")

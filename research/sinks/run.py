@@ -47,7 +47,7 @@ class Study:
     @property
     def verdicts(self) -> dict[int, list[Verdict]]:
         """The verdict on each claim, by the length of the texts in tokens."""
-        return {n: list(made.conclude(made.results).verdicts) for n, made in self._judged.items()}
+        return {n: made.conclude(made.results) for n, made in self._judged.items()}
 
     @property
     def _judged(self) -> dict[int, Sinks]:

@@ -21,7 +21,7 @@ from qkv.profiler import corpora
 from qkv.profiler.surveys.corpus import of_texts
 from qkv_lab import Diverged, experiments, loop
 from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, normalizers, scaling, small, streaming, texts
-from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
+from qkv_lab.experiments.base import Experiment, Results, Setting
 from qkv_lab.experiments.evidence import HOLDS, UNDECIDED, UNSEEN, Verdict
 from qkv_lab.experiments.record import key, table
 from qkv_lab.experiments.registry import BUILT_IN
@@ -42,9 +42,9 @@ class Poisoned(Tiny):
     name = "poisoned"
     task = Counting(poison=0)
 
-    def conclude(self, results: Results) -> Conclusion:
+    def conclude(self, results: Results) -> list[Verdict]:
         assert [v for v in results.variants if results.finished(v)] == ["computed"]
-        return Conclusion([Verdict("C900", UNSEEN, "no run was finished")], "Nothing", "Nothing.")
+        return [Verdict("C900", UNSEEN, "no run was finished")]
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ("seeds", "at least 2", lambda: run(Three(), tmp_path, quick=False, seeds=1)),
         ("out", "cannot write", lambda: run(Tiny(), tmp_path / "file", quick=True)),
         ("out", "no result", lambda: experiments.redraw("heads", tmp_path / "elsewhere")),
-        ("out", "has no paragraph", lambda: table(tmp_path)),
+        ("out", "has no question", lambda: table(tmp_path)),
     ):
         with refused(argument, match):
             call()

@@ -113,7 +113,5 @@ def _show(name: str, result: Result) -> None:
         rows.add_row(Text(verdict.claim, no_wrap=True), Text(verdict.holds), Text(verdict.text))
     console = Console(highlight=False)
     console.print(rows)
-    if not all(verdict.text in result.paragraph for verdict in result.verdicts):
-        console.print(result.paragraph, markup=False)
     console.print(f"\nNumbers  {result.json_path}", markup=False, soft_wrap=True)
     console.print(f"Figure   {result.figure_path}\n", markup=False, soft_wrap=True)

@@ -30,16 +30,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Conclusion:
-    """The verdicts of an experiment, with a title for its figure and a summary."""
-
-    verdicts: Sequence[Verdict]
-    title: str
-    """The title of the figure: the question, or the finding in one sentence."""
-    paragraph: str
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The measurements of one run."""
 
@@ -174,7 +164,7 @@ class Experiment(ABC):
     ...     def effects(self, results):
     ...         return {"C1": [Effect("", results.values("coin", "measured.heads"))]}
     >>> shares = [Outcome(seed, measured=Coins().compute(seed, False)["coin"]) for seed in range(20)]
-    >>> Coins().conclude(Results({"coin": shares})).verdicts[0].holds
+    >>> Coins().conclude(Results({"coin": shares}))[0].holds
     'undecided'
     """
 
@@ -215,20 +205,20 @@ class Experiment(ABC):
         """Numbers over an axis for the figure, such as steps or positions; None if the effects say everything."""
         return None
 
-    def conclude(self, results: Results) -> Conclusion:
-        """The verdicts and their summary. They depend on the numbers alone, by the `criteria`."""
+    def conclude(self, results: Results) -> list[Verdict]:
+        """The verdicts. They depend on the numbers alone, by the `criteria`."""
         effects = self.effects(results)
-        verdicts = [
-            judge(c, effects[c.claim], results.level, with_means(results, c.remark), results.unit)
-            for c in self.criteria
+        return [
+            judge(one, effects[one.claim], results.level, with_means(results, one.remark), results.unit)
+            for one in self.criteria
         ]
-        return Conclusion(verdicts, self.question, " ".join(v.text for v in verdicts))
 
     def figure(self, results: Results) -> Figure:
-        """The seeds, interval and bound of every effect under the title of the conclusion, and the `lines`."""
+        """The seeds, interval and bound of every effect under the question, and the `lines`."""
         from qkv_lab.experiments.draw import intervals_figure
 
-        return intervals_figure(self.conclude(results), results, self.effects(results), self.lines(results))
+        verdicts, effects = self.conclude(results), self.effects(results)
+        return intervals_figure(self.question, verdicts, results, effects, self.lines(results))
 
 
 def with_means(results: Results, remark: str) -> str:

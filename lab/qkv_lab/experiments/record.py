@@ -20,13 +20,13 @@ import torch
 from qkv._untrusted import check_version, load_json
 from qkv.errors import InputError, refusing
 from qkv_lab import log, settings
-from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
+from qkv_lab.experiments.base import Experiment, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import ERROR, ONLY, Interval, Verdict
 from qkv_lab.experiments.registry import BUILT_IN
 
 VERSION = 1
 """The version of the JSON file; increase it when an older qkv could misread a file that this version writes."""
-ENTRIES = {"question": str, "paragraph": str, "title": str, "verdicts": list, "quick": bool, "variants": dict}
+ENTRIES = {"question": str, "verdicts": list, "quick": bool, "variants": dict}
 """The entries that every reader needs."""
 DIGITS = 5
 """The significant digits of the numbers in the JSON file."""
@@ -45,7 +45,7 @@ def described(made: Experiment, results: Results, seeds: int, jobs: int) -> dict
         "machine": {**_machine(), "jobs": jobs},
         "command": command(made, results.quick, seeds),
         "level": results.level,
-        **dict.fromkeys(("title", "verdicts", "paragraph")),
+        "verdicts": [],
         "variants": _variants(made, results),
     }
 
@@ -55,17 +55,9 @@ def command(made: Experiment, quick: bool, seeds: int) -> str:
     return f"qkv experiment {made.name}{' --quick' if quick else '' if seeds == made.seeds else f' --seeds {seeds}'}"
 
 
-def conclusion_fields(found: Conclusion) -> dict[str, Any]:
-    return {
-        "title": found.title,
-        "verdicts": [_verdict_fields(v) for v in found.verdicts],
-        "paragraph": found.paragraph,
-    }
-
-
-def _verdict_fields(verdict: Verdict) -> dict[str, Any]:
-    fields = {name: x for name, x in verdict.as_dict().items() if x not in ((), None)}
-    return dict(rounded(fields))
+def verdict_fields(verdict: Verdict) -> dict[str, Any]:
+    """The entries of a verdict that are not empty, with rounded numbers."""
+    return dict(rounded({name: x for name, x in verdict.as_dict().items() if x not in ((), None)}))
 
 
 def _variants(made: Experiment, results: Results) -> dict[str, Any]:
@@ -186,9 +178,8 @@ def table(out: str | Path) -> str:
     ]
     for name, found in _results(Path(out)):
         lines += ["", f"## {name}", "", f"*{found['question']}*", ""]
-        lines += [] if all(v["text"] in found["paragraph"] for v in found["verdicts"]) else [found["paragraph"], ""]
         lines += [f"- **{v['claim']} {_outcome_text(v)}**: {v['text']}" for v in found["verdicts"]]
-        lines += ["", f"![{found['title']}]({name}.png)", "", _origin(found)]
+        lines += ["", f"![{found['question']}]({name}.png)", "", _origin(found)]
     return "\n".join(lines).replace("<s>", "`<s>`") + "\n"  # a browser would take <s> for strike-through
 
 

@@ -17,9 +17,9 @@ from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import load_json
 from qkv.errors import InputError, refusing
-from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
+from qkv_lab.experiments.base import Experiment, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import UNSEEN, Verdict
-from qkv_lab.experiments.record import conclusion_fields, described, key, load, results_in, rounded, seconds_in, text_of
+from qkv_lab.experiments.record import described, key, load, results_in, rounded, seconds_in, text_of, verdict_fields
 from qkv_lab.experiments.registry import experiment
 from qkv_lab.loop import RESULT
 
@@ -42,7 +42,6 @@ class Result:
     json_path: Path
     figure_path: Path
     verdicts: tuple[Verdict, ...]
-    paragraph: str
 
 
 def run(
@@ -122,22 +121,20 @@ def _only_writer(out: Path) -> Iterator[None]:
 
 
 def _write(made: Experiment, out: Path, results: Results, record: Mapping[str, Any]) -> Result:
-    """Conclude, and write NAME.json and NAME.png."""
+    """Conclude, and write NAME.json and NAME.png.
+
+    The verdicts of a quick form become `UNSEEN`: its runs are too short, and one seed has no range.
+    """
     from qkv_lab.draw import save_figure
 
-    found = _mark_quick(made.conclude(results), results.quick)
+    verdicts = tuple(made.conclude(results))
+    if results.quick:
+        verdicts = tuple(replace(v, holds=UNSEEN, text=f"quick form: {v.text}") for v in verdicts)
     target, picture = out / f"{made.name}.json", out / f"{made.name}.png"
     save_figure(made.figure(results), picture)
-    write_atomically(target, text_of({**record, "question": made.question, **conclusion_fields(found)}))
-    return Result(target, picture, tuple(found.verdicts), found.paragraph)
-
-
-def _mark_quick(found: Conclusion, quick: bool) -> Conclusion:
-    """The verdicts of a quick form become `UNSEEN`: its runs are too short, and one seed has no range."""
-    if not quick:
-        return found
-    verdicts = [replace(v, holds=UNSEEN, text=f"quick form: {v.text}") for v in found.verdicts]
-    return Conclusion(verdicts, found.title, f"Quick form, too short to judge by: {found.paragraph}")
+    found = {"question": made.question, "verdicts": [verdict_fields(v) for v in verdicts]}
+    write_atomically(target, text_of({**record, **found}))
+    return Result(target, picture, verdicts)
 
 
 def read_part(path: Path) -> dict[str, Outcomes]:

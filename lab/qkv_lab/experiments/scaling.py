@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.models import DecoderConfig
-from qkv_lab.experiments.base import Conclusion, Experiment, Lines, Results, Setting
+from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
 from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
 from qkv_lab.experiments.small import DATED, setting
 from qkv_lab.task import Measured
@@ -126,15 +126,9 @@ class RandomScores(Experiment):
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
         return {RANDOM: random_scores(seed, ROWS)}
 
-    def conclude(self, results: Results) -> Conclusion:
+    def conclude(self, results: Results) -> list[Verdict]:
         """By the means over seeds, of 2,000 rows each."""
-        verdicts = sorted(verdicts_of(results), key=lambda v: v.claim)
-        tops = np.mean([o.measured["scales"][UNSCALED]["top"] for o in results.finished(RANDOM)], 0)
-        title = (
-            f"Unscaled scores saturate softmax: the mean top weight of {KEYS} keys grows from {tops[0]:.2f} at "
-            f"d = {DIMS[0]} to {tops[-1]:.2f} at d = {DIMS[-1]}"
-        )
-        return Conclusion(verdicts, title, " ".join(f"{v.claim} {v.holds}: {v.text}" for v in verdicts))
+        return sorted(verdicts_of(results), key=lambda v: v.claim)
 
     def lines(self, results: Results) -> Lines:
         tops = {scale: results.rows(RANDOM, f"measured.scales.{scale}.top") for scale in SCALES}
