@@ -19,6 +19,7 @@ import torch
 
 from qkv._untrusted import check_version, load_json
 from qkv.errors import InputError, refusing
+from qkv.profiler.run import versions
 from qkv_lab import log, settings
 from qkv_lab.experiments.base import Experiment, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import ERROR, ONLY, Interval, Verdict
@@ -140,28 +141,20 @@ def _lines(value: Any, indent: int = 0) -> str:
 
 
 def _versions() -> dict[str, str]:
-    from qkv import __version__
-
-    commit = _commit()
-    return {"qkv": __version__, "torch": torch.__version__, **({"commit": commit} if commit else {})}
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that qkv runs from; None if it was installed from a package."""
+    """The versions of packages, and the commit if qkv runs from a checkout."""
     source = Path(__file__).parents[3]
     if not (source / ".git").exists():
-        return None
+        return versions()
     found = subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
+    return versions() | ({"commit": found.stdout.strip()} if found.stdout else {})
 
 
 def _machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    if (information := Path("/proc/cpuinfo")).exists():
-        names = [x.split(":", 1)[1].strip() for x in information.read_text().splitlines() if x.startswith("model name")]
-        cpu = names[0] if names else cpu
-    threads = torch.get_num_threads()
-    return {"cpu": cpu, "threads": threads, "cores": os.cpu_count(), "python": platform.python_version()}
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor() or platform.machine()
+    return {"cpu": cpu, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
 
 
 # --- the page of all results ------------------------------------------------------------------------------------------
