@@ -133,6 +133,12 @@ def same(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
     )
 
 
+SIZES = {
+    "dv": "the size of a value", "nk": "the number of keys", "m": "the width of the model",
+    "d_model": "the width of the model",
+}  # fmt: skip
+
+
 def scale_mistakes(raw: Tensor, d: int, mask: Tensor | None = None, **others: int) -> dict[str, Tensor]:
     """The weights of mistakes in the scale of scores, by hint.
 
@@ -140,15 +146,15 @@ def scale_mistakes(raw: Tensor, d: int, mask: Tensor | None = None, **others: in
         raw: the scores q · k of queries of size d, without a scale.
         d: the size of a query.
         mask: True where a query may attend.
-        **others: further sizes by name, of which an answer may take the root instead.
+        **others: further sizes, by their names in `SIZES`, of which an answer may take the root instead.
     """
     factors = {
         "the scores are not scaled: divide q · k by √d, where d is the size of a query": 1.0,
         "the scores are divided by d, expected by its square root √d": 1 / d,
         "the scores are multiplied by √d, expected divided": d**0.5,
         "large scores get small weights: the sign of the scores is inverted": -(d**-0.5),
-        **{f"the scores are divided by √{x}, expected √d, where d is the size of a query": n**-0.5
-           for x, n in others.items()},
+        **{f"the scores are divided by √{x}, the root of {SIZES[x]}; expected √d, where d is the size of a query":
+           n**-0.5 for x, n in others.items()},
     }  # fmt: skip
     return {hint: _masked(factor * raw, mask).softmax(-1) for hint, factor in factors.items()}
 
