@@ -88,10 +88,9 @@ def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> None:
     with trial("3 queries, 5 keys"):
         q, k, v = _normal(1, (3, 4), (5, 4), (5, 2))
         scores = q @ k.T
+        right = (scores / 2).softmax(-1)
         mistakes = {
-            "these are the weights; the answer is the weighted mean of the values: weights @ v": (scores / 2).softmax(
-                -1
-            ),
+            "these are the weights; the answer is the weighted mean of the values: weights @ v": right,
             "the scores are used as weights; apply a softmax to each row first": scores / 2 @ v,
             "the scores are used as weights, and are not scaled": scores @ v,
             **{hint: weights @ v for hint, weights in scale_mistakes(scores, 4, dv=2, nk=5).items()},
