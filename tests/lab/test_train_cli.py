@@ -102,7 +102,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]
         calls.append((name, out, options))
         out.mkdir(exist_ok=True)
         verdict = experiments.Verdict("C001", "does not hold", f"[{name}] 0.2, not 0.9")
-        return experiments.Result(out / f"{name}.json", out / f"{name}.png", (verdict,), f"All of [{name}].")
+        return experiments.Result(out / f"{name}.json", out / f"{name}.png", (verdict,))
 
     monkeypatch.setattr(experiments, "names", lambda: NAMES)
     monkeypatch.setattr(experiments, "run", run)
@@ -121,6 +121,6 @@ def test_experiments_are_listed_run_once_and_print_their_verdicts(ran: list[Any]
     assert ran[0][1:] == (Path("qkv-experiments"), defaults | {"seeds": 7})
     said = words(command.succeeds("experiment", two, "--quick", "--jobs", 3, "--out", "found"))
     assert ran[4:] == [(two, Path("found"), defaults | {"quick": True, "jobs": 3})]
-    for part in (f"C001 does not hold [{two}] 0.2, not 0.9", f"All of [{two}].", f"found/{two}.json"):
+    for part in (f"C001 does not hold [{two}] 0.2, not 0.9", f"found/{two}.json"):
         assert part in said
     assert Path("found", "README.md").read_text().startswith("# Experiments")
