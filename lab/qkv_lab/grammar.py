@@ -1,6 +1,6 @@
 """A grammar of English–French sentence pairs with their word alignments.
 
-Phrases are composed by rules: agreement, word order, elision, contraction, negation. `qkv_lab.translation` draws them.
+Phrases are composed by rules (agreement, word order, elision, contraction, negation), and `sentence` draws them.
 
 Alignment: determiners, nouns, adjectives, adverbs, prepositions, conjunctions and pronouns are aligned to their
 translations; "ne" and "pas" both to "not"; both words of "était assis" to "sat"; "du" (de + le) to "of" and "the".
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from random import Random
 from typing import NamedTuple, TypeVar
 
 from qkv.errors import InputError
@@ -79,7 +80,7 @@ class Phrase(NamedTuple):
 def finished(phrase: Phrase) -> Pair:
     """The pair with its final spelling: elision ("l' homme"), contraction ("du chat"), "a" or "an".
 
-    >>> cat, black = noun("cat"), adjective("black")
+    >>> cat, black = entry(lexicon.NOUNS, "cat"), entry(lexicon.ADJECTIVES, "black")
     >>> finished(noun_phrase("the", cat, adjectives=[black])).target
     ('le', 'chat', 'noir')
     """
@@ -114,21 +115,6 @@ def begins_with_vowel(french: str) -> bool:
     return french[0] in VOWELS and french not in lexicon.ASPIRATED
 
 
-def noun(english: str) -> Noun:
-    """The noun with an English singular; `InputError` if there is none."""
-    return _by_english(lexicon.NOUNS, english)
-
-
-def adjective(english: str) -> Adjective:
-    """The adjective with an English form; `InputError` if there is none."""
-    return _by_english(lexicon.ADJECTIVES, english)
-
-
-def verb(english: str) -> Verb:
-    """The verb with an English base form; `InputError` if there is none."""
-    return _by_english(VERBS, english)
-
-
 def noun_phrase(
     determiner: str, noun: Noun, *, plural: bool = False, adjectives: Sequence[Adjective] = (), negated: bool = False
 ) -> Phrase:
@@ -142,7 +128,8 @@ def noun_phrase(
         adjectives: at most one that precedes and one that follows the noun in French.
         negated: True for the object of a negated verb, where "a" becomes "de" in French, and "some" becomes "any".
 
-    >>> finished(noun_phrase("a", noun("friend"), adjectives=[adjective("old")]))[:2]
+    >>> friend, old = entry(lexicon.NOUNS, "friend"), entry(lexicon.ADJECTIVES, "old")
+    >>> finished(noun_phrase("a", friend, adjectives=[old]))[:2]
     (('an', 'old', 'friend'), ('un', 'vieil', 'ami'))
     """
     head = Word(noun.english_plural if plural else noun.english)
@@ -247,8 +234,8 @@ def clause(
         adverb: "often", …; not together with a negation.
         past: past tense; only for "to be" and posture verbs.
 
-    >>> he, bread = subject("he"), noun_phrase("a", noun("bread"), negated=True)
-    >>> finished(clause(he, verb("eat"), bread, negation="not"))[:2]
+    >>> he, bread = subject("he"), noun_phrase("a", entry(lexicon.NOUNS, "bread"), negated=True)
+    >>> finished(clause(he, entry(VERBS, "eat"), bread, negation="not"))[:2]
     (('he', 'does', 'not', 'eat', 'any', 'bread'), ('il', 'ne', 'mange', 'pas', 'de', 'pain'))
     """
     person = subject.person
@@ -309,8 +296,256 @@ def vocabularies() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(sorted(english - {""})), tuple(sorted(french - {""}))
 
 
-def _by_english(entries: Iterable[T], english: str) -> T:
+def entry(entries: Iterable[T], english: str) -> T:
+    """The entry of the lexicon with an English base form; `InputError` if there is none."""
     found = next((x for x in entries if x.english == english), None)  # type: ignore[attr-defined]
     if found is None:
         raise InputError(f"english is {english!r}, expected a word of that class in the lexicon")
     return found
+
+
+# --- drawn at random --------------------------------------------------------------------------------------------------
+
+
+def sentence(rng: Random, max_words: int = 30) -> Pair:
+    """A random sentence, or a noun phrase, of at most `max_words` English words; lengths are about equally frequent.
+
+    >>> print(*sentence(Random(3), 8).target)
+    j' habite dans ce jardin
+    """
+    if max_words < SHORTEST:
+        raise InputError(f"max_words is {max_words}, expected at least {SHORTEST}")
+    draw = _Draw(rng)
+    while True:
+        words = SHORTEST + draw.below(max_words - SHORTEST + 1)
+        phrase = draw.nouns(words, ALL) if words < 8 and draw.chance(0.12) else draw.sentence(words)
+        if len(phrase.source) <= max_words:
+            return finished(phrase)
+
+
+ALL = frozenset({*lexicon.SEEN, "food"})
+PERSONS = frozenset({"person"})
+BEINGS = frozenset(lexicon.BEING)
+PLACES = {
+    "in": frozenset({"place"}), "on": frozenset({"flat"}), "under": frozenset({"tree", "flat"}),
+    "behind": frozenset({"place", "tree", "person", "animal"}),
+    "near": frozenset({"place", "tree", "person", "animal"}),
+    "with": frozenset({"person", "animal"}),
+}  # fmt: skip
+EVERYONE, GENDERED = tuple(row[0] for row in lexicon.SUBJECTS), ("he", "she", "they")
+"""Subject pronouns: all, and those with a definite gender."""
+AROUND = ("behind", "near")
+"""Prepositions for the location of a place."""
+OWNED = frozenset({"thing", "animal", "place", "text"})
+OWNERS = ("the", "the", "the", "the", "this", "that", "my", "his", "her", "our", "your", "their")
+"""Definite determiners; repeated entries are drawn more often."""
+PLAIN = tuple(a.english for a in lexicon.ADJECTIVES if a.rank >= 3)
+"""Adjectives that "very" does not modify."""
+
+
+class _Draw:
+    """Draws random phrases; `words` is the approximate number of English words of a phrase."""
+
+    def __init__(self, rng: Random) -> None:
+        self.random = rng.random  # unlike `choice`, guaranteed to be the same in all versions of Python
+
+    def below(self, n: int) -> int:
+        return int(self.random() * n)
+
+    def chance(self, p: float) -> bool:
+        return self.random() < p
+
+    def pick(self, values: Sequence[T]) -> T:
+        return values[int(self.random() * len(values))]
+
+    def sentence(self, words: int) -> Phrase:
+        """One clause, or several joined by conjunctions or reported speech."""
+        if words >= 9 and self.chance(min(0.85, words / 20)):
+            if self.chance(0.2):
+                who = self.subject(3, PERSONS)
+                verb = self.pick(lexicon.REPORTING)
+                adverb = self.adverb()
+                said = clause(who, verb, invariable("that"), adverb=adverb)
+                return joined(said, self.sentence(words - len(said.source)))
+            first = self.clause(4 + self.below(words - 8))
+            rest = self.sentence(words - 1 - len(first.source))
+            return joined(first, invariable(self.pick(tuple(lexicon.CONJUNCTIONS))), rest)
+        return self.clause(words)
+
+    def clause(self, words: int) -> Phrase:
+        """A subject with a predicate."""
+        late = words >= 6 and self.chance(0.08)
+        if late:
+            words -= 1
+        what = self.random()
+        if what < 0.24:
+            said = self.state(words)
+        else:
+            verbs = (
+                lexicon.INTRANSITIVE if what < 0.34 else lexicon.PREPOSITIONAL if what < 0.44 else lexicon.TRANSITIVE
+            )
+            verb = lexicon.GIVE if what > 0.96 and words >= 7 else self.pick(verbs)
+            who = self.subject(self.subject_words(words - 1), verb.subjects)
+            said = self.doing(who, verb, words - len(who.source))
+        return joined(said, invariable(self.pick(tuple(lexicon.LATE_ADVERBS)))) if late else said
+
+    def state(self, words: int) -> Phrase:
+        """A clause with an adjective ("she is happy") or a posture verb; its subject must have a definite gender."""
+        if self.chance(0.4):
+            posture = self.pick(lexicon.POSTURES)
+            among = GENDERED if posture.participle and posture.participle.m != posture.participle.f else EVERYONE
+            who = self.subject(self.subject_words(words - 1), BEINGS, among)
+            return self.posture(who, posture, words - len(who.source))
+        adjective = self.pick(lexicon.ADJECTIVES)
+        if adjective.kinds & BEINGS and self.chance(0.3):
+            same = adjective.m == adjective.f and adjective.m_plural == adjective.f_plural
+            who = self.subject(1, BEINGS & adjective.kinds, (*GENDERED, "i", "we") if same else GENDERED)
+        else:
+            who = self.nouns(max(2, words - 2), adjective.kinds, definite=not adjective.kinds & BEINGS)
+        return self.being(who, adjective, words - len(who.source))
+
+    def posture(self, who: Phrase, verb: Verb, words: int) -> Phrase:
+        """The given subject with a posture verb and a place."""
+        place = self.place(words - 2)
+        said = {"negation": "not"} if self.chance(0.15) and words > 4 else {"adverb": self.adverb()}
+        return clause(who, verb, place, past=self.chance(0.6), **said)
+
+    def being(self, who: Phrase, adjective: Adjective, words: int) -> Phrase:
+        """The given subject with "to be" and an adjective."""
+        negation = self.negation() if words >= 3 else ""
+        very = words >= 3 and adjective.english not in PLAIN and self.chance(0.25)
+        said = predicate(adjective, who, very=very)
+        return clause(who, None, said, negation=negation, past=self.chance(0.3))
+
+    def doing(self, who: Phrase, verb: Verb, words: int) -> Phrase:
+        """The given subject with a verb and its objects; `words` counts the verb."""
+        negation = self.negation() if words >= 4 else ""
+        adverb = "" if negation or words < 3 else self.adverb()
+        left = words - 1 - (2 if negation == "not" else bool(negation or adverb))
+        rest: list[Phrase] = []
+        if verb is lexicon.GIVE:
+            given = self.nouns(max(2, left // 2), verb.objects, negated=bool(negation))
+            to = self.nouns(max(2, left - 1 - len(given.source)), PERSONS, single=True)
+            rest = [given, prepositional(verb.preposition, to)]
+        elif verb.preposition:
+            to = self.nouns(max(2, left - 1), verb.objects, definite=True, single=verb.preposition == "to")
+            rest = [prepositional(verb.preposition, to)]
+        elif verb.objects:
+            tail = left >= 6 and self.chance(0.4)
+            rest = [self.object(who, verb, left - 3 if tail else left, bool(negation))]
+            if tail:
+                rest.append(self.place(left - len(rest[0].source)))
+        elif left >= 3:
+            rest = [self.place(left)]
+        return clause(who, verb, *rest, negation=negation, adverb=adverb)
+
+    def object(self, who: Phrase, verb: Verb, words: int, negated: bool) -> Phrase:
+        """The object of a transitive verb: a noun phrase, or a pronoun if the verb takes persons."""
+        if verb.objects >= {"person", "animal"} and (words < 2 or self.chance(0.2)):
+            others = [english for english, _, person in lexicon.OBJECTS if person != who.person or person in (1, 4)]
+            return pronoun_object(self.pick(others))
+        if "study" in verb.objects:
+            if self.chance(0.35):
+                return self.generic(words, verb.objects)
+            return self.nouns(max(2, words), verb.objects - {"study"}, definite=True)
+        return self.nouns(max(2, words), verb.objects, negated=negated)
+
+    def generic(self, words: int, kinds: frozenset[str]) -> Phrase:
+        """A generic noun phrase without determiner in English ("music", "cats")."""
+        noun = self.pick(_nouns(kinds))
+        adjectives = self.adjectives(noun) if words >= 2 and self.chance(0.5) else []
+        return noun_phrase("", noun, plural=not noun.mass, adjectives=adjectives)
+
+    def place(self, words: int, among: tuple[str, ...] = tuple(PLACES)) -> Phrase:
+        english = self.pick(among)
+        near = english == "near"
+        return prepositional(english, self.nouns(max(2, words - 1), PLACES[english], definite=near, single=near))
+
+    def subject(self, words: int, kinds: frozenset[str], among: tuple[str, ...] = EVERYONE) -> Phrase:
+        """A subject: one of the pronouns in `among`, or a noun phrase."""
+        if words < 2 or (self.chance(0.4) and words < 5):
+            return subject(self.pick(among))
+        return self.nouns(words, kinds)
+
+    def nouns(
+        self,
+        words: int,
+        kinds: frozenset[str],
+        *,
+        negated: bool = False,
+        definite: bool = False,
+        bare: bool = False,
+        single: bool = False,
+    ) -> Phrase:
+        """A noun phrase. Unless `single`, it may be two phrases joined by "and"; unless `bare`, it may have a modifier.
+
+        After "de" and "à" only single phrases are drawn, because French repeats these prepositions.
+        """
+        if words >= 5 and not (negated or single) and self.chance(0.15):
+            # The first phrase has no modifier: "the queens near the man and the boy" would be ambiguous.
+            first = self.nouns(2 + self.below(min(3, words - 4)), kinds, definite=definite, bare=True, single=True)
+            return both(first, self.nouns(words - 1 - len(first.source), kinds, definite=definite))
+        noun = self.pick(_nouns(kinds))
+        plural = not noun.mass and self.chance(0.35)
+        if definite or self.chance(0.55):
+            determiner = self.pick(OWNERS)
+        else:
+            determiner = self.pick(("two", "three", "a", "a")) if plural else "a"
+        adjectives = self.adjectives(noun) if words >= 3 and self.chance(0.6) else []
+        found = noun_phrase(determiner, noun, plural=plural, adjectives=adjectives[: words - 2], negated=negated)
+        left = words - len(found.source)
+        if left >= 3 and not bare and self.chance(0.7):
+            # A noun has one modifier only: with two, the agreement of a relative clause would be ambiguous.
+            if left >= 4 and self.chance(0.5):
+                relative = self.relative(found, noun, left)
+                return found if relative is None else joined(found, relative)
+            if noun.kinds & OWNED and determiner in ("the", "a") and self.chance(0.6):
+                return joined(found, prepositional("of", self.nouns(left - 1, PERSONS, definite=True, single=True)))
+            return joined(found, self.place(left, AROUND if "place" in noun.kinds else tuple(PLACES)))
+        return found
+
+    def relative(self, found: Phrase, noun: Noun, words: int) -> Phrase | None:
+        """The noun phrase with a relative clause; None if no verb or adjective fits the noun."""
+        human = "person" in noun.kinds
+        verbs = [v for v in lexicon.TRANSITIVE if v.objects & noun.kinds]
+        if verbs and self.chance(0.4):
+            verb = self.pick(verbs)
+            who = self.subject(words - 2, verb.subjects)
+            negation = self.negation() if words - len(who.source) >= 4 else ""
+            return joined(invariable("that"), clause(who, verb, negation=negation))
+        who = relative_subject(found, human)
+        if not noun.kinds & BEINGS:
+            return self.being(who, self.pick([a for a in lexicon.ADJECTIVES if a.kinds & noun.kinds]), words - 1)
+        what = self.random()
+        if what < 0.25:
+            return self.posture(who, self.pick(lexicon.POSTURES), words - 1)
+        verbs = [v for v in (*lexicon.TRANSITIVE, *lexicon.INTRANSITIVE) if v.subjects & noun.kinds]
+        return self.doing(who, self.pick(verbs), words - 1)
+
+    def adjectives(self, noun: Noun) -> list[Adjective]:
+        """An adjective that fits the noun, and sometimes a second one on the other side of it in French."""
+        possible = _adjectives(noun)
+        first = self.pick(possible)
+        others = [a for a in possible if a.before is not first.before]
+        return [first, self.pick(others)] if others and self.chance(0.3) else [first]
+
+    def subject_words(self, words: int) -> int:
+        """Draw the number of words of the subject."""
+        return 1 + self.below(max(1, words - 2))
+
+    def negation(self) -> str:
+        drawn = self.random()
+        return "not" if drawn < 0.22 else "never" if drawn < 0.3 else ""
+
+    def adverb(self) -> str:
+        return self.pick(tuple(lexicon.ADVERBS)) if self.chance(0.12) else ""
+
+
+@cache
+def _nouns(kinds: frozenset[str]) -> tuple[Noun, ...]:
+    return tuple(n for n in lexicon.NOUNS if n.kinds & kinds)
+
+
+@cache
+def _adjectives(noun: Noun) -> tuple[Adjective, ...]:
+    return tuple(a for a in lexicon.ADJECTIVES if a.kinds & noun.kinds)

@@ -294,18 +294,16 @@ def bars(axes: Axes, scores: Float[np.ndarray, "layer head"], bar: float) -> Non
     axes.set_xlabel("layer and head, counted from 0")
 
 
-def show_scores(axes: Axes, scores: Mapping[str, Any], size: float | None = None) -> None:
+def show_scores(axes: Axes, scores: Mapping[str, Any]) -> None:
     """Plot scores (layer, head) from 0 to 1 as a table: a row for every head, a column for each label."""
-    from qkv_lab.draw import INK, heatmap
+    from qkv_lab import draw
 
     table = np.stack([np.ravel(found) for found in scores.values()], 1)
     names = head_names(np.asarray(next(iter(scores.values()))))
-    heatmap(axes, table, rows=names, columns=[""] * len(scores), vmax=1)
+    image = draw.heatmap(axes, table, rows=names, columns=[""] * len(scores), vmax=1)
     axes.set_aspect("auto")
     axes.set_xticks(range(len(scores)), list(scores))
-    for (row, column), score in np.ndenumerate(table):
-        ink = "white" if score > 0.5 else INK
-        axes.text(column, row, f"{score:.2f}", ha="center", va="center", color=ink, size=size)
+    draw.write_cells(axes, image, "{:.2f}".format)
     axes.set_ylabel("layer and head, counted from 0")
 
 
@@ -320,17 +318,15 @@ def show_map(
 
     Tokens are labelled with `names`, or else with their numbers.
     """
-    from qkv_lab.draw import COLOURS, heatmap
+    from qkv_lab import draw
 
     names = names or ["SEP" if token == SEPARATOR else str(token) for token in ids.tolist()]
-    image = heatmap(axes, weights, rows=names, columns=names, vmax=1)
+    image = draw.heatmap(axes, weights, rows=names, columns=names, vmax=1)
     side = min(90.0, 1.6e4 / len(names) ** 2)
     queries, keys = pairs
-    axes.scatter(keys, queries, s=side, marker="s", facecolors="none", edgecolors=COLOURS[1], linewidths=1.4)
+    axes.scatter(keys, queries, s=side, marker="s", facecolors="none", edgecolors=draw.COLOURS[1], linewidths=1.4)
     axes.set_xlabel("key: token attended to")
     axes.set_ylabel("query: token before the predicted one")
     axes.tick_params(labelsize=7)
     axes.tick_params(axis="x", labelrotation=90)
-    scale = axes.figure.colorbar(image, ax=axes, shrink=0.8)
-    scale.set_label("attention weight", size=9)
-    scale.ax.tick_params(labelsize=8)
+    draw.scale(image, axes, "attention weight", shrink=0.8)

@@ -1,20 +1,17 @@
-"""The metrics of a run: metrics.jsonl, TensorBoard, and the figures of the loss and of the heads."""
+"""The metrics of a run: metrics.jsonl, and the figures of the loss and of the heads."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from qkv._files import write_atomically
 from qkv._untrusted import parse_json, read_bytes
-from qkv.errors import InputError, refusing
+from qkv.errors import refusing
 from qkv_lab.draw import COLOURS, panels
 
 METRICS = "metrics.jsonl"
@@ -66,23 +63,6 @@ def heads_figure(name: str, metrics: Sequence[Mapping[str, Any]]) -> Figure | No
         axes.plot(list(checks), values.mean(1), color=COLOURS[0], linewidth=2.2)
         axes.set(xlabel="step", ylabel=entry, ylim=(0, None))
     return figure
-
-
-def writers(folder: Path, step: int, *, tensorboard: bool) -> tuple[TextIO, Any]:
-    """The open file of a run's metrics, and its TensorBoard writer or None; the run goes on after `step`."""
-    path = folder / METRICS
-    lines = [line for line in read(path) if line["step"] <= step] if step else []
-    if path.exists():  # lines after the step are written again
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
-    if tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise InputError("tensorboard needs tensorboard, which is not installed: pip install 'qkv-lab[tensorboard]'")
-    with refusing(f"folder: cannot write {path} ({{}})", OSError):
-        file = path.open("a", encoding="utf-8")
-    if not tensorboard:
-        return file, None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return file, SummaryWriter(str(folder / "tensorboard"), purge_step=step or None)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -9,11 +9,12 @@ import os
 import shutil
 import signal
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,8 +25,12 @@ from qkv._untrusted import SizeError, free_memory
 from qkv.errors import InputError, refusing
 from qkv.models import checkpoint
 from qkv.models.loading import SAMPLE
-from qkv_lab import log, resume, settings
+from qkv_lab import resume, settings
+from qkv_lab.log import METRICS, finite, heads_figure, loss_figure, read, scalars
 from qkv_lab.task import Batch, Task, Training
+
+if TYPE_CHECKING:
+    from qkv.tracking.tracker import Log
 
 __all__ = ["Diverged", "Interrupted", "Trained", "train"]
 
@@ -70,8 +75,8 @@ def train(
     folder: str | Path,
     *,
     progress: bool = True,
-    tensorboard: bool = False,
     figures: bool = True,
+    log: Log | None = None,
 ) -> Trained:
     """Train the model of a task, or resume a run in the same folder.
 
@@ -84,8 +89,8 @@ def train(
         folder: the run's folder. It gets run.toml (all settings), metrics.jsonl and checkpoints, and at the end model/
             (for `qkv.models.load`), figures/ and result.json.
         progress: show a progress bar if standard error is a terminal.
-        tensorboard: also write scalars to ``tensorboard/`` in the folder.
         figures: draw the task's figures at the end.
+        log: called as ``log(numbers, step=step)`` for each line of metrics.jsonl, such as ``wandb.log``.
 
     Returns:
         The trained model and its metrics. A finished run is loaded, not trained again.
@@ -113,7 +118,7 @@ def train(
     _claim_folder(folder, task, training)
     if (folder / RESULT).exists():
         finished = checkpoint.load(folder / MODEL).to(device)
-        return Trained(finished, folder, log.read(folder / log.METRICS))
+        return Trained(finished, folder, read(folder / METRICS))
 
     torch.manual_seed(training.seed)
     model = task.build().to(device)
@@ -123,7 +128,7 @@ def train(
     with ExitStack() as stack:
         requests = stack.enter_context(_stop_requests())
         shown = stack.enter_context(bar(task.name, "steps", training.steps, done=done, show=progress))
-        writer = stack.enter_context(closing(_Writer(folder, task, training, done, shown, tensorboard)))
+        writer = stack.enter_context(closing(_Writer(folder, task, training, done, shown, log)))
         if done == 0:
             writer.evaluation(model, 0)
         for step in range(done, training.steps):
@@ -142,7 +147,7 @@ def train(
                     f"stopped at step {now} after saving a checkpoint; run the same command again to resume"
                 )
     _finish(folder, task, model, figures)
-    return Trained(model.eval(), folder, log.read(folder / log.METRICS))
+    return Trained(model.eval(), folder, read(folder / METRICS))
 
 
 def _check_size(task: Task) -> None:
@@ -178,27 +183,27 @@ def _check_finite(loss: float, norm: float, step: int, training: Training, folde
 class _Writer:
     """Writes metrics to files and to the progress bar, and measures predictions per second between evaluations."""
 
-    def __init__(
-        self, folder: Path, task: Task, training: Training, done: int, progress: Bar, tensorboard: bool
-    ) -> None:
-        self._task, self._training = task, training
-        self._file, self._board = log.writers(folder, done, tensorboard=tensorboard)
+    def __init__(self, folder: Path, task: Task, training: Training, done: int, progress: Bar, log: Log | None) -> None:
+        self._task, self._training, self._log = task, training, log
         self._bar, self._shown_step = progress, done
+        path = folder / METRICS
+        with refusing(f"folder: cannot write {path} ({{}})", OSError):
+            if path.exists():  # lines after the step are written again
+                lines = [line for line in read(path) if line["step"] <= done] if done else []
+                write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+            self._file = path.open("a", encoding="utf-8")
         self._restart_clock()
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         """Append a line and flush it, so that it survives a crash of this process."""
         with refusing(f"folder: cannot write {self._file.name} ({{}})", OSError):
-            self._file.write(json.dumps(log.finite(line), allow_nan=False) + "\n")
+            self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
             self._file.flush()
-        if self._board is not None:
-            for name, value in log.scalars(line):
-                self._board.add_scalar(name, value, line["step"])
+        if self._log is not None:
+            self._log(dict(scalars(line)), step=line["step"])
 
     def _restart_clock(self) -> None:
         self._predictions, self._began = 0, time.perf_counter()
@@ -224,7 +229,7 @@ class _Writer:
         finally:
             model.train(training)
         self._write(line)
-        scores = "  ".join(f"{name} {value:.4g}" for name, value in log.scalars(found)[:4])
+        scores = "  ".join(f"{name} {value:.4g}" for name, value in scalars(found)[:4])
         self._bar.say(f"step {step:>6}  {scores}")
         self._restart_clock()
 
@@ -278,7 +283,7 @@ def _claim_folder(folder: Path, task: Task, training: Training) -> None:
             write_atomically(file, text)
             return
         found = {"format_version": 1, **settings.read_toml(file, "folder")}
-        if differs := settings.difference(found, settings.parse_toml(text)):
+        if differs := settings.difference(found, tomllib.loads(text)):
             raise InputError(
                 f"folder: the run in {folder} has other settings ({'; '.join(differs)}), expected another folder"
             )
@@ -288,7 +293,6 @@ def _claim_folder(folder: Path, task: Task, training: Training) -> None:
 def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
     """Save the model and its figures, and last result.json, which marks the run as finished."""
     from qkv_lab.draw import save_figure
-    from qkv_lab.log import heads_figure, loss_figure
 
     model.eval()
     unfinished = folder / f".{MODEL}.part"
@@ -299,7 +303,7 @@ def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
             (unfinished / name).write_text(text, encoding="utf-8")
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         unfinished.replace(folder / MODEL)
-        metrics = log.read(folder / log.METRICS)
+        metrics = read(folder / METRICS)
         if figures:
             (folder / FIGURES).mkdir(exist_ok=True)
             drawn = {"loss": loss_figure(task.name, metrics), "heads": heads_figure(task.name, metrics)}
@@ -308,7 +312,7 @@ def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
                     save_figure(figure, folder / FIGURES / f"{name}.png")
         parameters = sum(p.numel() for p in model.parameters())
         result = {"task": task.name, **metrics[-1], "parameters": parameters}
-        write_atomically(folder / RESULT, json.dumps(log.finite(result), indent=1) + "\n")
+        write_atomically(folder / RESULT, json.dumps(finite(result), indent=1) + "\n")
 
 
 def sample(task: Task, model: nn.Module) -> str:

@@ -36,18 +36,14 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        save_file(_tensors(model, optimizer), unfinished / TENSORS)
-        described = {
-            "format_version": VERSION,
-            "step": step,
-            "sha256": _digest(unfinished / TENSORS),
-            "torch": torch.__version__,
-        }
-        (unfinished / STATE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-        for file in unfinished.iterdir():
-            _fsync(file)
-        if target.exists():
-            shutil.rmtree(target)
+        state, tensors = unfinished / STATE, unfinished / TENSORS
+        save_file(_tensors(model, optimizer), tensors)
+        described = {"format_version": VERSION, "step": step, "sha256": _digest(tensors), "torch": torch.__version__}
+        state.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+        for file in (state, tensors):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        shutil.rmtree(target, ignore_errors=True)
         unfinished.replace(target)
     except Exception as error:  # for a full disk safetensors raises its own type of error
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -85,16 +81,13 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         weights = read_tensors(checkpoint / TENSORS)
     if found != digest:
         raise InputError(f"checkpoint {checkpoint} is damaged: its checksum is not the one written with it{hint}")
-    own = model.state_dict(keep_vars=True)
-    for name, x in own.items():
+    for name, x in model.state_dict().items():
         kept = weights.get(f"model/{name}")
         if kept is None or (kept.shape, kept.dtype) != (x.shape, x.dtype):
             same = kept is not None and kept.shape == x.shape
             other, expected = (None if y is None else y.dtype if same else tuple(y.shape) for y in (kept, x))
             raise InputError(f"checkpoint {checkpoint} is of another model: {name} is {other}, expected {expected}")
-    with torch.no_grad():
-        for name, x in own.items():
-            x.copy_(weights[f"model/{name}"])
+        x.copy_(kept)
     _load_moments(optimizer, model, weights)
     return step
 
@@ -127,8 +120,3 @@ def _name(step: int) -> str:
 def _digest(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _fsync(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())

@@ -6,7 +6,8 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from qkv._untrusted import TEXT, check_nested, check_version, read_bytes
 from qkv.attention import Attention
@@ -28,7 +29,7 @@ def updated(settings: C, entries: Mapping[str, Any], where: str = "") -> C:
     5
     """
     known = {f.name: getattr(settings, f.name) for f in fields(settings)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
+    kinds, values = get_type_hints(type(settings)), dict[str, Any]()
     for name, value in entries.items():
         if name not in known:
             raise InputError(f"{where}{name} is no setting, expected one of {', '.join(known)}{nearest(name, known)}")
@@ -38,7 +39,7 @@ def updated(settings: C, entries: Mapping[str, Any], where: str = "") -> C:
                 raise InputError(f"{where}{name} is {value!r}, expected a table of settings")
             values[name] = updated(old, value, f"{where}{name}.")
         else:
-            values[name] = _typed(f"{where}{name}", value, _annotation(settings, name))
+            values[name] = _typed(f"{where}{name}", value, kinds[name])
     return replace(settings, **values)  # type: ignore[type-var]
 
 
@@ -60,11 +61,6 @@ def to_toml(task: Task, training: Training) -> str:
     )
 
 
-def parse_toml(text: str) -> dict[str, Any]:
-    """The contents of a TOML text."""
-    return tomllib.loads(text)
-
-
 def read_toml(path: Path, argument: str = "config") -> dict[str, Any]:
     """The contents of a TOML file; `InputError`, which names the caller's `argument`, if it cannot be read."""
     with (
@@ -72,7 +68,7 @@ def read_toml(path: Path, argument: str = "config") -> dict[str, Any]:
         # tomllib raises ValueError also for numbers and dates that do not exist
         refusing(f"{argument}: the file {path} is not TOML ({{}})", ValueError, RecursionError),
     ):
-        found = parse_toml(read_bytes(path, TEXT).decode("utf-8"))
+        found = tomllib.loads(read_bytes(path, TEXT).decode("utf-8"))
         check_nested(found)
     with refusing(f"{argument}: cannot read {path}: {{}}", ValueError):
         check_version(found, VERSION)
@@ -115,25 +111,13 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> l
         if isinstance(x, Mapping) and isinstance(y, Mapping):
             out += difference(x, y, f"{where}{key}.")
         elif x != y:
-            out.append(f"{where}{key}: {_shown(x)}, not {_shown(y)}")
+            one, other = ("none" if value is None else repr(value) for value in (x, y))
+            out.append(f"{where}{key}: {one}, not {other}")
     return out
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else repr(value)
-
-
-def _annotation(settings: Any, name: str) -> Any:
-    from typing import get_type_hints
-
-    return get_type_hints(type(settings))[name]
 
 
 def _typed(name: str, value: Any, annotation: Any) -> Any:
     """The value, converted for a field of that type; `InputError` if it has another type."""
-    from types import UnionType
-    from typing import Literal, Union, get_args, get_origin
-
     if get_origin(annotation) in (Union, UnionType):
         if value is None and type(None) in get_args(annotation):
             return None

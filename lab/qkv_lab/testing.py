@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import shutil
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -23,7 +24,6 @@ from qkv.testing import CheckFailed
 from qkv.testing.laws import calling, fail
 from qkv_lab import log, loop, resume, settings
 from qkv_lab.experiments.base import Experiment, Results
-from qkv_lab.experiments.evidence import judge
 from qkv_lab.experiments.record import key, load, results_in
 from qkv_lab.experiments.registry import REGISTRY as EXPERIMENTS
 from qkv_lab.experiments.run import redraw, run
@@ -89,7 +89,7 @@ def _check_fields(task: Any) -> None:
         raise CheckFailed(f"{cls.__name__} {problem}")
     with calling(task, "fields", "written to run.toml and read again"):
         text = settings.to_toml(task, cls.training())
-        if settings.updated(cls(), settings.parse_toml(text)[task.name]) != task:
+        if settings.updated(cls(), tomllib.loads(text)[task.name]) != task:
             fail(task, "fields", "change when they are written to run.toml and read again")
 
 
@@ -273,16 +273,15 @@ def _check_verdicts(e: Experiment, results: Results) -> None:
     if not e.criteria or type(e).effects is Experiment.effects:
         return  # the experiment has a `conclude` of its own
     with calling(e, "effects", "called with the results of the quick form"):
-        effects, found = e.effects(results), e.conclude(results)
+        effects, found, expected = e.effects(results), e.conclude(results), Experiment.conclude(e, results)
     if set(effects) != set(e.claims) or not all(effects.values()):
         fail(e, "effects", f"are of {sorted(effects)}, expected one or more for each of {list(e.claims)}")
-    for claim, effect in ((claim, one) for claim, some in effects.items() for one in some):
-        if not np.isfinite(np.asarray(effect.values, float)).all():
+    for claim, some in effects.items():
+        if not np.isfinite(np.concatenate([np.asarray(one.values, float) for one in some])).all():
             fail(e, "effects", f"has no finite number for {claim}")
-    for criterion, verdict in zip(e.criteria, found.verdicts, strict=True):
-        holds = judge(criterion, effects[criterion.claim], results.level).holds
-        if (verdict.claim, verdict.holds) != (criterion.claim, holds):
-            fail(e, "conclude", f"says {verdict.holds!r} on {verdict.claim}, expected {holds!r} by the criterion")
+    said, right = ({v.claim: v.holds for v in verdicts} for verdicts in (found, expected))
+    if said != right:
+        fail(e, "conclude", f"says {said}, expected {right} by the criteria")
 
 
 # --- what both need ---------------------------------------------------------------------------------------------------

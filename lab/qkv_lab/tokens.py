@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ import numpy as np
 from jaxtyping import Int, Integer
 
 from qkv._progress import say, spinner
-from qkv._untrusted import check_version, load_json
 from qkv.errors import InputError, one_of, refusing
 from qkv.models.loading import TextTokenizer
 from qkv.models.tokenizers import ByteTokenizer
@@ -140,20 +140,13 @@ def byte_tokenizer() -> str:
     >>> byte_lengths(byte_tokenizer()).tolist() == 256 * [1] + [0]
     True
     """
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    bos = {"id": 256, "content": BOS, "special": True, "normalized": False}
-    parts = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{**bos, "single_word": False, "lstrip": False, "rstrip": False}],
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": None,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": {_byte_character(byte): byte for byte in range(256)}, "merges": []},
-    }
-    return json.dumps(parts, ensure_ascii=False)
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE({_byte_character(byte): byte for byte in range(256)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BOS])
+    return tokenizer.to_str()
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int) -> str:
@@ -249,13 +242,10 @@ def _tokenizer(text: str) -> Tokenizer:
     return made
 
 
-VERSION = 1
-"""The version of the file format; files of another version are written again."""
+VERSION = 2
+"""The version of the files in the cache; files of another version are made again."""
 BETWEEN = "\n\n"
 """The text between two documents."""
-DTYPES = ("<u2", "<u4")
-DAMAGE = (KeyError, TypeError, AttributeError, ValueError)
-"""Errors of a reader of JSON that is not what it expects."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,11 +281,9 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
     one_of("tokenizer", tokenizer, KINDS)
     found = corpora.load(corpus)
     size = MIN_VOCAB_SIZE if tokenizer == "bytes" else vocab_size
-    described = {"version": VERSION, "corpus": found.fingerprint, "tokenizer": tokenizer, "vocab_size": size}
-    settings = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-    folder = corpora.cache_folder() / "tokens" / settings[:20]
-    file, train, held_out = (folder / name for name in ("tokenizer.json", "train.bin", "held_out.bin"))
-    if not (file.exists() and _sidecar(train).exists() and _sidecar(held_out).exists()):
+    folder = _cache("prepared", found.fingerprint, tokenizer, size)
+    file, train, held_out = (folder / name for name in ("tokenizer.json", "train.npy", "held_out.npy"))
+    if not all(path.exists() for path in (file, train, held_out)):
         with _status(found):
             parts = split(found.texts)
             if not all(parts):
@@ -305,10 +293,8 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
             made = byte_tokenizer() if tokenizer == "bytes" else train_bpe(parts[0], size)
             write_cached(file, made.encode())
             for path, documents in zip((train, held_out), parts, strict=True):
-                spaced = [x + BETWEEN for x in documents[:-1]] + documents[-1:]
-                write_tokens(path, encode_all(made, spaced), size, settings)
-    made = file.read_text(encoding="utf-8")
-    return Prepared(open_tokens(train, settings), open_tokens(held_out, settings), made, size)
+                write_tokens(path, encode_all(made, [x + BETWEEN for x in documents[:-1]] + documents[-1:]))
+    return Prepared(open_tokens(train), open_tokens(held_out), file.read_text(encoding="utf-8"), size)
 
 
 def prepare_more(names: Sequence[str], corpus: str, main: Prepared) -> Integer[np.ndarray, " n"]:
@@ -323,10 +309,8 @@ def prepare_more(names: Sequence[str], corpus: str, main: Prepared) -> Integer[n
     """
     held_out = split(corpora.load(corpus).texts)[1]
     made = [corpora.load(name) for name in names]
-    parts = [main.tokenizer, *held_out, *(x.fingerprint for x in made)]
-    settings = hashlib.sha256(json.dumps([VERSION, PASSAGE, LINE, *parts]).encode()).hexdigest()
-    path = corpora.cache_folder() / "tokens" / settings[:20] / "more.bin"
-    if not _sidecar(path).exists():
+    path = _cache(PASSAGE, LINE, main.tokenizer, *held_out, *(x.fingerprint for x in made)) / "more.npy"
+    if not path.exists():
         found = list[str]()
         for one in made:
             with _status(one):
@@ -334,58 +318,37 @@ def prepare_more(names: Sequence[str], corpus: str, main: Prepared) -> Integer[n
         if not found:
             raise InputError(f"more is {', '.join(names)!r}, which repeats the held-out text of {corpus!r}")
         with spinner(f"tokenizing {', '.join(names)}, once"):
-            tokens = encode_all(main.tokenizer, [x + BETWEEN for x in found])
-        write_tokens(path, tokens, main.vocab_size, settings)
-    return open_tokens(path, settings)
+            write_tokens(path, encode_all(main.tokenizer, [x + BETWEEN for x in found]))
+    return open_tokens(path)
 
 
-def write_tokens(path: Path, tokens: Integer[np.ndarray, " n"], vocab_size: int, settings: str) -> None:
-    """Write tokens as little-endian integers, and beside them a JSON file with their number and type.
-
-    Both files are written atomically, the JSON file last.
-    """
-    dtype = DTYPES[0] if vocab_size <= 2**16 else DTYPES[1]
-    write_cached(path, tokens.astype(dtype).tobytes())
-    described = {
-        "format_version": VERSION,
-        "count": len(tokens),
-        "dtype": dtype,
-        "vocab_size": vocab_size,
-        "settings": settings,
-    }
-    write_cached(_sidecar(path), (json.dumps(described, indent=1) + "\n").encode())
+def _cache(*settings: str | int) -> Path:
+    """The folder in the cache for tokens that depend on these settings."""
+    digest = hashlib.sha256(json.dumps([VERSION, *settings]).encode()).hexdigest()
+    return corpora.cache_folder() / "tokens" / digest[:20]
 
 
-def open_tokens(path: Path, settings: str) -> Integer[np.ndarray, " n"]:
+def write_tokens(path: Path, tokens: Integer[np.ndarray, " n"]) -> None:
+    """Write tokens atomically as an .npy file."""
+    file = BytesIO()
+    np.save(file, tokens)
+    write_cached(path, file.getbuffer())
+
+
+def open_tokens(path: Path) -> Integer[np.ndarray, " n"]:
     """The tokens in a file of `write_tokens`, as a read-only memory map.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_tokens(Path(folder, "x.bin"), np.array([5, 6, 7]), 257, "bytes")
-    ...     open_tokens(Path(folder, "x.bin"), "bytes").tolist()
+    ...     write_tokens(Path(folder, "x.npy"), np.array([5, 6, 7], np.uint16))
+    ...     open_tokens(Path(folder, "x.npy")).tolist()
     [5, 6, 7]
     """
-    with (
-        refusing(f"corpus: cannot read {path} and {_sidecar(path).name} ({{}}); {_hint(path)}", OSError),
-        refusing(f"corpus: the file {_sidecar(path)} is damaged ({{}}); {_hint(path)}", *DAMAGE),
-    ):
-        described = load_json(_sidecar(path))
-        check_version(described, VERSION)
-        count, dtype, length = described["count"], described["dtype"], path.stat().st_size
-        if dtype not in DTYPES or described["settings"] != settings or type(count) is not int or count < 1:
-            raise InputError(f"corpus: the file {_sidecar(path)} does not describe these tokens; {_hint(path)}")
-    expected = count * np.dtype(dtype).itemsize
-    if length != expected:
-        raise InputError(f"corpus: the file {path} has {length:,} bytes, expected {expected:,}; {_hint(path)}")
-    return np.memmap(path, dtype, "r")
-
-
-def _sidecar(path: Path) -> Path:
-    return path.with_suffix(".json")
-
-
-def _hint(path: Path) -> str:
-    return f"delete {path.parent} to make it again"
+    with refusing(f"corpus: cannot read {path} ({{}}); delete {path.parent} to make it again"):
+        found = np.lib.format.open_memmap(path, "r")
+        if found.ndim != 1 or found.dtype not in (np.uint16, np.uint32):
+            raise ValueError(f"{found.dtype} of shape {found.shape}, expected tokens")
+    return found
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from qkv._files import write_atomically
 from qkv._untrusted import allow
@@ -19,17 +20,15 @@ from qkv_lab.cli.claims import count, numbers, print_claims
 
 
 def claims(
-    ids: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[C014 …]", help_behavior_hint="")
-    ] = (),
+    ids: Annotated[tuple[str, ...], Positional, arg(metavar="[C014 …]", help_behavior_hint="")] = (),
     /,
     *,
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
-    results: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None,
-    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
-    as_json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="json")] = False,
-    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None,
+    results: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None,
+    model: Annotated[str | None, arg(metavar="MODEL", help_behavior_hint="")] = None,
+    text: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
+    as_json: Annotated[bool, FlagCreatePairsOff, arg(name="json")] = False,
+    max_size: Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Check what five courses claim about attention, or judge the claims about attention sinks on your own model.
 

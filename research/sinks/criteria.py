@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean, mean
-from typing import Any, ClassVar
+from typing import Any
 
 from qkv.profiler.capture.residual import MASSIVE, TIMES_MEDIAN
 from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results
@@ -73,7 +73,8 @@ class Sinks(Experiment):
 
     name, question = "sinks", "Which claims about attention sinks hold on this model?"
     criteria = (
-        Criterion("C061", DATED, "Weight on the first token of the strongest head", SINK),
+        Criterion("C061", DATED, "Weight on the first token of the strongest head", SINK,
+                  remark=f"Share of all heads with more than {SINK}: {{measured.share_of_heads of {MODEL}}}."),
         Criterion("C062", DATED, "Share of other first tokens to which the sink heads give more than 0.3 of their "
                   "weight", NEARLY_ALL),
         Criterion("C063", DATED, "Share of the queries after the first that give the first token more than 0.3, in the "
@@ -83,7 +84,9 @@ class Sinks(Experiment):
         Criterion("C065", DATED, "Weight of the sink heads on the first token before random tokens", SINK),
         Criterion("C067", "2026-11-25", "Largest magnitude at the first token after any block, divided by the median "
                   "magnitude of the text, alone, and divided by the largest magnitude at the other tokens",
-                  TIMES_MEDIAN, ratio=True, parts=True),
+                  TIMES_MEDIAN, ratio=True, parts=True,
+                  remark=f"Sun et al. 2024 call an activation massive if it is above {MASSIVE:g} and about "
+                         f"{TIMES_MEDIAN:,.0f} times the median or more."),
         Criterion("C068", DATED, "Norm of the first value divided by the mean norm of the others, in the sink heads",
                   DRAINED, above=False, ratio=True),
         Criterion("C069", DATED, "Share of the queries after the first whose cosine with the first key is the largest "
@@ -91,7 +94,10 @@ class Sinks(Experiment):
         Criterion("C070", DATED, "Norm of the first key divided by the mean norm of the others, in the sink heads; "
                   "below 1 the angle alone makes the dot product large", 1.0, above=False, ratio=True),
         Criterion("C073", DATED, "Weight of later sink heads on the first token whose peaks are replaced by the mean "
-                  "of other tokens", SINK, above=False),
+                  "of other tokens", SINK, above=False,
+                  remark=f"With the peaks it is {{measured.peaks.kept of {MODEL}}}, with zeros in their place "
+                         f"{{measured.peaks.zero of {MODEL}}}. With all peaks replaced, those of the embedding too, "
+                         f"all sink heads have {{measured.all_peaks of {MODEL}}}."),
         Criterion("C074", DATED, "Movement of the other tokens after a change of one token, without the sink divided "
                   "by with it", TIMES, ratio=True),
         Criterion("C075", DATED, "Norm of what a head adds on rows with more than 0.7 on the first token, divided by "
@@ -102,14 +108,6 @@ class Sinks(Experiment):
         Criterion("C077", DATED, "Movement of the other tokens after a change of one token, relative to their norm, "
                   "and the same without the sink divided by with it", BARELY, above=False, ratio=True, parts=True),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C061": f"Share of all heads with more than {SINK}: {{measured.share_of_heads of {MODEL}}}.",
-        "C067": f"Sun et al. 2024 call an activation massive if it is above {MASSIVE:g} and about {TIMES_MEDIAN:,.0f} "
-                "times the median or more.",
-        "C073": f"With the peaks it is {{measured.peaks.kept of {MODEL}}}, with zeros in their place "
-                f"{{measured.peaks.zero of {MODEL}}}. With all peaks replaced, those of the embedding too, all sink "
-                f"heads have {{measured.all_peaks of {MODEL}}}.",
-    }  # fmt: skip
 
     def __init__(self, found: Found, model: str = "the model") -> None:
         self.found = found

@@ -15,23 +15,9 @@ from torch import Tensor, nn
 
 from qkv._files import write_atomically
 from qkv._progress import Step
+from research.sinks import effects
 from research.sinks.criteria import SINK, geometric, ratio
-from research.sinks.effects import (
-    By,
-    Dimensions,
-    FirstKey,
-    HeadNumber,
-    Magnitudes,
-    Rows,
-    added,
-    cost,
-    movement,
-    others,
-    output_weights,
-    peaks,
-    removed,
-    replaced,
-)
+from research.sinks.effects import HeadNumber, Magnitudes, Rows
 from research.sinks.subject import CHOICE, JUDGED, Subject, Texts, self_attention, untrained
 
 DRAWS = 4
@@ -92,7 +78,7 @@ class Chosen:
         heads = [head for head, x in by_head.items() if x > SINK]
         strongest = max(by_head, key=by_head.__getitem__)
         depth = max(range(1, len(recording.states)), key=lambda depth: _massive(recording.states[depth]))
-        of_blocks, every = (peaks(recording.states, written=written) for written in (True, False))
+        of_blocks, every = (effects.peaks(recording.states, written=written) for written in (True, False))
         return Chosen(alpha, heads, strongest, depth, of_blocks, every)
 
     @property
@@ -117,7 +103,7 @@ def measure(subject: Subject, texts: Texts, n: int, step: Step, done: Kept) -> F
     """
     ids = texts.of(n)
     chosen = Chosen.of(subject, ids[:CHOICE])
-    weights = output_weights(subject, ids[:1])
+    weights = effects.output_weights(subject, ids[:1])
     found = []
     for text in range(CHOICE, CHOICE + JUDGED):
         of_this = done.get((n, text)) or of_text(subject, chosen, texts, n, text, weights)
@@ -148,11 +134,13 @@ def of_text(
         "share_of_heads": float((alpha > SINK).double().mean()),
         "sink": [float(rows[layer].alpha[0, head]) for layer, head in chosen.heads],
         "magnitudes": [Magnitudes.of(x[0])._asdict() for x in recording.states],
-        "added": [] if weights is None else [asdict(one) for one in added(recording, rows, weights)],
+        "added": [] if weights is None else [asdict(one) for one in effects.added(recording, rows, weights)],
     }
     if not chosen.heads:
         return found
-    found["first_key"] = [FirstKey.of(recording.calls[layer].call, head)._asdict() for layer, head in chosen.heads]
+    found["first_key"] = [
+        effects.FirstKey.of(recording.calls[layer].call, head)._asdict() for layer, head in chosen.heads
+    ]
     first = ids.repeat(DRAWS, 1)
     first[:, 0] = texts.drawn((DRAWS,), generator)
     found["other_first"] = _weights(subject, first, chosen.heads)
@@ -164,10 +152,10 @@ def of_text(
         width = recording.states[0].shape[-1]
         found["peaks"] = {"kept": float(kept), **_without_peaks(subject, chosen, ids, width, generator)}
     if chosen.all_peaks:
-        with replaced(subject, chosen.all_peaks, "mean"):
+        with effects.replaced(subject, chosen.all_peaks, "mean"):
             found["all_peaks"] = _weights(subject, ids, chosen.heads)[0]
     found["moved"] = _moved(subject, chosen.heads, ids, texts, generator)
-    found["cost"] = cost(subject, ids, chosen.heads)
+    found["cost"] = effects.cost(subject, ids, chosen.heads)
     return found
 
 
@@ -195,11 +183,11 @@ def _weights(subject: Subject, ids: Int[Tensor, "b n"], heads: Sequence[HeadNumb
 def _without_peaks(subject: Subject, chosen: Chosen, ids: Tensor, width: int, generator: torch.Generator) -> Found:
     """The mean α of the later sink heads without the peaks, and without random dimensions."""
 
-    def weight(dimensions: Dimensions, by: By) -> float:
-        with replaced(subject, dimensions, by):
+    def weight(dimensions: effects.Dimensions, by: effects.By) -> float:
+        with effects.replaced(subject, dimensions, by):
             return _weights(subject, ids, chosen.later_heads)[0]
 
-    control = [weight(others(chosen.peaks, width, generator), "mean") for _ in range(DRAWS)]
+    control = [weight(effects.others(chosen.peaks, width, generator), "mean") for _ in range(DRAWS)]
     return {
         "heads": len(chosen.later_heads),
         "mean": weight(chosen.peaks, "mean"),
@@ -217,6 +205,6 @@ def _moved(
     ordinary = texts.ordinary[texts.ordinary != ids[0, position]]
     changed[1:, position] = ordinary[torch.randint(len(ordinary), (CHANGES,), generator=generator)]
     with subject.keeping() as outputs:
-        with_sink = movement(subject, changed, position)
-    with removed(subject, heads, outputs, masked=True, zero_value=False):
-        return {"with": with_sink, "without": movement(subject, changed, position)}
+        with_sink = effects.movement(subject, changed, position)
+    with effects.removed(subject, heads, outputs, masked=True, zero_value=False):
+        return {"with": with_sink, "without": effects.movement(subject, changed, position)}

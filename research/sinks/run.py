@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class Study:
     @property
     def verdicts(self) -> dict[int, list[Verdict]]:
         """The verdict on each claim, by the length of the texts in tokens."""
-        return {n: list(made.conclude(made.results).verdicts) for n, made in self._judged.items()}
+        return {n: made.conclude(made.results) for n, made in self._judged.items()}
 
     @property
     def _judged(self) -> dict[int, Sinks]:
@@ -58,7 +58,7 @@ class Study:
         return {
             "form": FORM,
             "attrs": dict(self.attrs),
-            "verdicts": [{"tokens": n, **finite(asdict(v))} for n, found in self.verdicts.items() for v in found],
+            "verdicts": [{"tokens": n, **finite(v.as_dict())} for n, found in self.verdicts.items() for v in found],
             "lengths": [dict(found) for found in self.lengths.values()],
         }
 

@@ -77,7 +77,7 @@ def test_results_open(golden: Path) -> None:
     assert load_bench(golden / "bench.json")["mechanisms"]["causal"]["cells"][32]["ratios"]["sdpa"] > 0
     [key] = {json.loads(line)["key"] for line in (golden / "ablation.jsonl").read_text().splitlines()}
     assert set(ablation._read(golden / "ablation.jsonl", key)) == {(0, 0), (0, 1)}
-    assert tokens.open_tokens(golden / "tokens.bin", "golden").tolist() == list(range(9))
+    assert tokens.open_tokens(golden / "tokens.npy").tolist() == list(range(9))
     with np.load(golden / "map.npz") as map_of_a_head:
         assert map_of_a_head["maximum"].shape == map_of_a_head["mean"].shape
 
@@ -95,7 +95,6 @@ def test_files_of_a_later_version_are_refused(tmp_path: Path) -> None:
         "vocabulary.json": ("model", read_vocabulary),
         "experiment/norm_place.json": ("out", lambda f: record.load(f / "experiment/norm_place.json")),
         "bench.json": ("path", lambda f: load_bench(f / "bench.json")),
-        "tokens.json": ("corpus", lambda f: tokens.open_tokens(f / "tokens.bin", "golden")),
         "run/checkpoint-00000002/state.json": ("checkpoint", lambda f: _resume(f / "run/checkpoint-00000002")),
     }
     for name, (argument, read) in readers.items():

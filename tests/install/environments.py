@@ -56,14 +56,13 @@ def passes(extra: str, wheel: Path, lab: Path, *, python: str, lowest: bool) -> 
             return False
         if lowest:
             direct = folder / "direct.txt"
-            others = LAB["dependencies"] + LAB["optional-dependencies"]["tensorboard"]
-            more = {"base": [], "lab": [x for x in others if not x.startswith("qkv")]}
+            more = {"base": [], "lab": [x for x in LAB["dependencies"] if not x.startswith("qkv")]}
             more = more[extra] if extra in more else list(requirements(extra))
             direct.write_text("\n".join(PROJECT["dependencies"] + more), encoding="utf-8")
             steps = [("--resolution", "lowest-direct", "-r", direct), ("--no-deps", wheel)]
             steps += [("--no-deps", lab)] if extra == "lab" else []
         elif extra == "lab":
-            steps = [(f"qkv @ {wheel.as_uri()}", f"qkv-lab[tensorboard] @ {lab.as_uri()}")]
+            steps = [(f"qkv @ {wheel.as_uri()}", f"qkv-lab @ {lab.as_uri()}")]
         else:
             steps = [(f"qkv @ {wheel.as_uri()}" if extra == "base" else f"qkv[{extra}] @ {wheel.as_uri()}",)]
         (folder / "work").mkdir()

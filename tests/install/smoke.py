@@ -105,7 +105,7 @@ def lab() -> None:
 
     for listing in ("train", "experiment", "lab", "check"):
         assert command(listing), f"qkv {listing} lists nothing"
-    command("train", "reversal", "--steps", "2", "--batch", "4", "--tensorboard", "--out", "run")
+    command("train", "reversal", "--steps", "2", "--batch", "4", "--out", "run")
     command("experiment", "norm_place", "--quick", "--out", "experiments")
     pair = Pair(("le", "chat", "noir", "dort"), ("the", "black", "cat", "sleeps"), ())
     assert round(bleu([pair.target], [pair])) == 100

@@ -10,17 +10,13 @@ import torch
 
 from qkv.models import checkpoint, load
 from qkv_lab import scenes
-from qkv_lab.align.models import SENTENCE, Aligners
+from qkv_lab.align import models as aligners
+from qkv_lab.align.models import SENTENCE
 from qkv_lab.tasks.caption import Caption
 from qkv_lab.translation import START, read_vocabulary, translate
 
 
-@pytest.fixture(scope="module")
-def aligners() -> Aligners:
-    return Aligners()
-
-
-def test_examples_and_vocabularies_work(aligners: Aligners) -> None:
+def test_examples_and_vocabularies_work() -> None:
     said = aligners.description()
     assert {m["name"] for m in said["models"]} == {"qkv-translation", "qkv-reversal"}
     for model in said["models"]:
@@ -31,7 +27,7 @@ def test_examples_and_vocabularies_work(aligners: Aligners) -> None:
 
 
 @torch.no_grad()
-def test_translations_have_the_weights_of_the_lab_and_the_probabilities_of_the_model(aligners: Aligners) -> None:
+def test_translations_have_the_weights_of_the_lab_and_the_probabilities_of_the_model() -> None:
     found = aligners.align("qkv-translation", SENTENCE.capitalize() + ".")
     source, target, weights = translate("qkv-translation", SENTENCE)
     assert weights is not None
@@ -50,7 +46,7 @@ def test_translations_have_the_weights_of_the_lab_and_the_probabilities_of_the_m
 
 
 @torch.no_grad()
-def test_captions_are_of_the_scenes_of_the_evaluation(aligners: Aligners) -> None:
+def test_captions_are_of_the_scenes_of_the_evaluation() -> None:
     model, task = load("qkv-caption"), Caption()
     held, (images, captions) = task._held_out(model)
     right = 0

@@ -20,14 +20,13 @@ from qkv.errors import InputError
 from qkv.profiler import corpora
 from qkv.profiler.surveys.corpus import of_texts
 from qkv_lab import Diverged, experiments, loop
-from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, normalizers, scaling, streaming, texts
-from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
+from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, normalizers, scaling, small, streaming, texts
+from qkv_lab.experiments.base import Experiment, Results, Setting
 from qkv_lab.experiments.evidence import HOLDS, UNDECIDED, UNSEEN, Verdict
-from qkv_lab.experiments.page import table
-from qkv_lab.experiments.record import key
+from qkv_lab.experiments.record import key, table
 from qkv_lab.experiments.registry import BUILT_IN
 from qkv_lab.experiments.run import SHIPPED, run
-from qkv_lab.experiments.streaming import Sweep
+from qkv_lab.experiments.small import Sweep
 from qkv_lab.task import Measured
 from qkv_lab.tasks import backcopy, language, relations, sequences
 from qkv_lab.tasks.symbols import Symbols
@@ -43,9 +42,9 @@ class Poisoned(Tiny):
     name = "poisoned"
     task = Counting(poison=0)
 
-    def conclude(self, results: Results) -> Conclusion:
+    def conclude(self, results: Results) -> list[Verdict]:
         assert [v for v in results.variants if results.finished(v)] == ["computed"]
-        return Conclusion([Verdict("C900", UNSEEN, "no run was finished")], "Nothing", "Nothing.")
+        return [Verdict("C900", UNSEEN, "no run was finished")]
 
 
 @pytest.fixture
@@ -158,7 +157,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ("seeds", "at least 2", lambda: run(Three(), tmp_path, quick=False, seeds=1)),
         ("out", "cannot write", lambda: run(Tiny(), tmp_path / "file", quick=True)),
         ("out", "no result", lambda: experiments.redraw("heads", tmp_path / "elsewhere")),
-        ("out", "has no paragraph", lambda: table(tmp_path)),
+        ("out", "has no question", lambda: table(tmp_path)),
     ):
         with refused(argument, match):
             call()
@@ -189,8 +188,8 @@ def test_quick_form_measures_finite_numbers_and_has_a_verdict_on_each_claim(
         for number in ("CHECKED", "EVALUATED", "UNSEEN", "TEXTS", "MIXED", "ROWS"):
             if number in vars(place):
                 monkeypatch.setattr(place, number, 8)
-    monkeypatch.setattr(streaming, "QUICK_TRAINING", {**streaming.QUICK_TRAINING, "steps": 2})
-    monkeypatch.setattr(streaming, "QUICK_TASK", {**streaming.QUICK_TASK, "symbols": 16})
+    monkeypatch.setattr(small, "QUICK_TRAINING", {**small.QUICK_TRAINING, "steps": 2})
+    monkeypatch.setattr(small, "QUICK_TASK", {**small.QUICK_TASK, "symbols": 16})
     monkeypatch.setattr(masks, "TEXT", replace(masks.TEXT))  # it keeps the text that it has read
     generator = np.random.default_rng(0)
     documents = tuple(bytes(generator.integers(32, 127, 500)).decode() for _ in range(40))

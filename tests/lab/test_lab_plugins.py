@@ -18,7 +18,7 @@ Install = Callable[..., None]
 
 EXPERIMENT = """
 from matplotlib.figure import Figure
-from qkv_lab.experiments import Conclusion, Experiment, Verdict
+from qkv_lab.experiments import Experiment, Verdict
 
 class Dice(Experiment):
     name, question, claims = "dice", "Is six more than one?", ("X001",)
@@ -28,7 +28,7 @@ class Dice(Experiment):
 
     def conclude(self, results):
         more = results.values("six", "measured.x") > results.values("one", "measured.x")
-        return Conclusion([Verdict("X001", "holds" if more else "does not hold", "6 > 1")], "Six", "Six is more.")
+        return [Verdict("X001", "holds" if more else "does not hold", "6 > 1")]
 
     def figure(self, results):
         return Figure()

@@ -152,7 +152,10 @@ def test_full_disk_error_names_the_last_complete_checkpoint(tmp_path: Path, monk
 
 
 def test_bfloat16_keeps_float32_weights(tmp_path: Path) -> None:
-    trained = train(Counting(), replace(TRAINING, precision="bfloat16"), tmp_path, progress=False, figures=False)
+    logged: list[int] = []
+    trained = train(Counting(), replace(TRAINING, precision="bfloat16"), tmp_path, progress=False, figures=False,
+                    log=lambda numbers, step: logged.append(step))  # fmt: skip
+    assert logged == [x["step"] for x in trained.metrics]
     assert {x.dtype for x in weights(trained.folder).values()} == {torch.float32}
     losses = [x["loss"] for x in trained.metrics if "loss" in x]
     assert losses[-1] < losses[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -11,29 +12,29 @@ import torch
 
 from conftest import refused
 from qkv.models import save
-from qkv_lab import settings
+from qkv_lab import lexicon, settings
 from qkv_lab.grammar import (
+    VERBS,
     Pair,
     Phrase,
-    adjective,
     both,
     clause,
+    entry,
     finished,
     invariable,
     joined,
-    noun,
     noun_phrase,
     predicate,
     prepositional,
     pronoun_object,
     relative_subject,
     subject,
-    verb,
     vocabularies,
 )
 from qkv_lab.tasks.translation import ARCHITECTURES, Translation, alignment, is_held_out
 from qkv_lab.translation import END, PAD, START, Vocabulary, cross_weights, read_vocabulary, sentence, translate
 
+noun, adjective, verb = (partial(entry, words) for words in (lexicon.NOUNS, lexicon.ADJECTIVES, VERBS))
 TINY = Translation(d_model=16, layers=1, heads=2, max_words=8, held_out=4)
 
 

@@ -17,7 +17,7 @@ from conftest import refused
 from qkv_lab.experiments import experiment
 from qkv_lab.experiments.base import Outcome, Results, means_of
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Criterion, Effect, confidence, judge
-from qkv_lab.experiments.record import conclusion_fields, load, text_of
+from qkv_lab.experiments.record import load, text_of, verdict_fields
 from qkv_lab.experiments.registry import BUILT_IN
 from qkv_lab.experiments.run import SHIPPED
 
@@ -105,11 +105,11 @@ def test_shipped_numbers_give_the_shipped_verdicts(name: str) -> None:
     made, found = experiment(name), load(SHIPPED / f"{name}.json")
     results = Results({v: [Outcome(**row) for row in x["results"]] for v, x in found["variants"].items()},
                       level=found["level"])  # fmt: skip
-    again = json.loads(text_of(conclusion_fields(made.conclude(results))))
-    assert again == {entry: found[entry] for entry in again}
+    again = json.loads(text_of([verdict_fields(verdict) for verdict in made.conclude(results)]))
+    assert again == found["verdicts"]
     assert {v["claim"] for v in found["verdicts"]} == set(made.claims)
     assert not found["quick"]
     assert results.seeds == made.seeds
     assert all(criterion.dated <= found["created"][:10] for criterion in made.criteria)
-    for entry in re.findall(r"{([^}]+)}", " ".join(made.remarks.values())):
+    for entry in re.findall(r"{([^}]+)}", " ".join(criterion.remark for criterion in made.criteria)):
         assert means_of(results, entry), f"a remark names {entry}, which no run has"

@@ -18,8 +18,8 @@ from lab_tasks import Counting
 from qkv.models import DecoderConfig
 from qkv.testing import CheckFailed
 from qkv_lab import tasks
-from qkv_lab.experiments.base import Conclusion, Experiment, Results, Setting
-from qkv_lab.experiments.evidence import FAILS, Criterion, Effect
+from qkv_lab.experiments.base import Experiment, Results, Setting
+from qkv_lab.experiments.evidence import FAILS, Criterion, Effect, Verdict
 from qkv_lab.task import Measured
 from qkv_lab.tasks import backcopy, language, names
 from qkv_lab.testing import check_experiment, check_task
@@ -194,9 +194,8 @@ class Trained(Computed):
         return {"by hand": {"x": 3.0}}
 
 
-def fails(self: Experiment, results: Results) -> Conclusion:
-    found = Experiment.conclude(self, results)
-    return replace(found, verdicts=[replace(found.verdicts[0], holds=FAILS)])
+def fails(self: Experiment, results: Results) -> list[Verdict]:
+    return [replace(Experiment.conclude(self, results)[0], holds=FAILS)]
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -65,12 +65,12 @@ def test_flags_change_only_their_settings(asked: Asked, command: Command, monkey
     command.succeeds("train", "reversal")
     assert (asked.task, asked.training) == (Reversal(), Reversal.training())
     assert asked.folder == Path("qkv-runs/reversal")
-    assert asked.options == {"progress": True, "tensorboard": False}
+    assert asked.options == {"progress": True}
     flags = "--length 5 --steps 7 --lr 1e-4 --model.layers 3 --model.d_model 48 --model.no-bias --precision bfloat16"
-    command.succeeds("train", "reversal", *flags.split(), "--tensorboard", "--out", "there", "--threads", 3)
+    command.succeeds("train", "reversal", *flags.split(), "--out", "there", "--threads", 3)
     assert asked.task == Reversal(length=5, model=replace(Reversal().model, layers=3, d_model=48, bias=False))
     assert asked.training == replace(Reversal.training(), steps=7, lr=1e-4, precision="bfloat16")
-    assert (asked.folder, asked.options["tensorboard"], threads) == (Path("there"), True, [3])
+    assert (asked.folder, threads) == (Path("there"), [3])
 
 
 def test_flags_override_toml_which_overrides_defaults(asked: Asked, command: Command) -> None:
@@ -102,7 +102,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]
         calls.append((name, out, options))
         out.mkdir(exist_ok=True)
         verdict = experiments.Verdict("C001", "does not hold", f"[{name}] 0.2, not 0.9")
-        return experiments.Result(out / f"{name}.json", out / f"{name}.png", (verdict,), f"All of [{name}].")
+        return experiments.Result(out / f"{name}.json", out / f"{name}.png", (verdict,))
 
     monkeypatch.setattr(experiments, "names", lambda: NAMES)
     monkeypatch.setattr(experiments, "run", run)
@@ -121,6 +121,6 @@ def test_experiments_are_listed_run_once_and_print_their_verdicts(ran: list[Any]
     assert ran[0][1:] == (Path("qkv-experiments"), defaults | {"seeds": 7})
     said = words(command.succeeds("experiment", two, "--quick", "--jobs", 3, "--out", "found"))
     assert ran[4:] == [(two, Path("found"), defaults | {"quick": True, "jobs": 3})]
-    for part in (f"C001 does not hold [{two}] 0.2, not 0.9", f"All of [{two}].", f"found/{two}.json"):
+    for part in (f"C001 does not hold [{two}] 0.2, not 0.9", f"found/{two}.json"):
         assert part in said
     assert Path("found", "README.md").read_text().startswith("# Experiments")

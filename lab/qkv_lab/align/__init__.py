@@ -10,11 +10,10 @@ from pydantic import BaseModel, Field
 from qkv.server.jobs import compute
 from qkv.server.schemas import Index, Name, RequestBody, Text
 from qkv.server.session import ViewerPage
-from qkv_lab.align.models import Aligners
+from qkv_lab.align import models
 
 router = APIRouter(prefix="/api", tags=["alignment"])
-aligners = Aligners()
-PAGE = ViewerPage("align", "Seq2seq & images", files("qkv_lab.align") / "page", router, aligners.description)
+PAGE = ViewerPage("align", "Seq2seq & images", files("qkv_lab.align") / "page", router, models.description)
 
 
 class AlignRequest(RequestBody):
@@ -48,11 +47,11 @@ class CaptionAnswer(BaseModel):
 @router.post("/align")
 async def align(request: Request, body: AlignRequest) -> AlignAnswer:
     """The output of a sequence-to-sequence model, and its attention weights for each output word."""
-    answer = await compute(request, lambda stopped: aligners.align(body.model, body.text), quick=True)
+    answer = await compute(request, lambda stopped: models.align(body.model, body.text), quick=True)
     return AlignAnswer(**answer)
 
 
 @router.post("/caption")
 async def caption(request: Request, body: CaptionRequest) -> CaptionAnswer:
     """The caption of a held-out scene, and the attention weights on the image for each word."""
-    return CaptionAnswer(**await compute(request, lambda stopped: aligners.caption(body.scene), quick=True))
+    return CaptionAnswer(**await compute(request, lambda stopped: models.caption(body.scene), quick=True))

@@ -14,11 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.errors import InputError, nearest
-from qkv.models import Sampler, checkpoint, generate, load
+from qkv.models import checkpoint, load
 from qkv.profiler.run import profile
 from qkv_lab import heads, scenes, settings
-from qkv_lab.scenes import END, START, Scenes
-from qkv_lab.tasks.caption import to_input
+from qkv_lab.scenes import START, Scenes
+from qkv_lab.tasks.caption import greedy_captions, to_input
 from qkv_lab.tasks.sequences import Reversal
 from qkv_lab.translation import SPECIAL, translate, vocabularies
 from qkv_lab.translation import START as BEGIN
@@ -30,81 +30,67 @@ SEPARATOR = "⇄"
 """The text shown for the separator token after the symbols of `REVERSAL`."""
 
 
-class Aligners:
-    """The bundled models whose attention aligns output and input. Each is loaded on first use.
+def description() -> dict[str, Any]:
+    """What the page shows at first: models with their vocabularies, and the number of scenes of the captioner."""
+    task = _bundled(REVERSAL)[0]
+    symbols = _letters(task)
+    example = " ".join(symbols[(5 * i + 2) % len(symbols)] for i in range(task.length))
+    words = sorted(vocabularies()[0].words[len(SPECIAL) :])
+    return {
+        "models": [
+            {"name": TRANSLATION, "kind": "translation", "example": SENTENCE, "words": words},
+            {"name": REVERSAL, "kind": "reversal", "example": example, "words": symbols},
+        ],
+        "captioner": {"name": CAPTIONER, "scenes": _bundled(CAPTIONER)[0].held_out},
+    }
 
-    >>> found = Aligners().align("qkv-translation", "the black cat")
+
+def align(model: str, text: str) -> dict[str, Any]:
+    """Run a model on some words. It is loaded on first use.
+
+    Returns:
+        The fields of `AlignAnswer`: ``source`` and ``target`` words; ``layers``, ``heads`` and ``weights`` (layers,
+        heads, target, source), with which each target word was predicted; the ``probability`` of each target word. The
+        reversal model is a decoder: its source ends with the separator, and a row of its weights may sum to less than
+        1, because the rest lies on the output symbols before.
+
+    >>> found = align("qkv-translation", "the black cat")
     >>> found["target"], [found["source"][max(range(3), key=row.__getitem__)] for row in found["weights"][0][0]]
     (['le', 'chat', 'noir'], ['the', 'cat', 'black'])
     """
+    if model == TRANSLATION:
+        return _translate(text)
+    if model == REVERSAL:
+        return _reverse(text)
+    raise InputError(f"model is {model!r}, expected {TRANSLATION!r} or {REVERSAL!r}")
 
-    def description(self) -> dict[str, Any]:
-        """What the page shows at first: models with their vocabularies, and the number of scenes of the captioner."""
-        task = _bundled(REVERSAL)[0]
-        symbols = _letters(task)
-        return {
-            "models": [
-                {
-                    "name": TRANSLATION,
-                    "kind": "translation",
-                    "example": SENTENCE,
-                    "words": sorted(vocabularies()[0].words[len(SPECIAL) :]),
-                },
-                {
-                    "name": REVERSAL,
-                    "kind": "reversal",
-                    "example": " ".join(symbols[(5 * i + 2) % len(symbols)] for i in range(task.length)),
-                    "words": symbols,
-                },
-            ],
-            "captioner": {"name": CAPTIONER, "scenes": _bundled(CAPTIONER)[0].held_out},
-        }
 
-    def align(self, model: str, text: str) -> dict[str, Any]:
-        """Run a model on some words.
+def caption(scene: int) -> dict[str, Any]:
+    """Caption a held-out scene.
 
-        Returns:
-            The fields of `AlignAnswer`: ``source`` and ``target`` words; ``layers``, ``heads`` and ``weights``
-            (layers, heads, target, source), with which each target word was predicted; the ``probability`` of each
-            target word. The reversal model is a decoder: its source ends with the separator, and a row of its weights
-            may sum to less than 1, because the rest lies on the output symbols before.
-        """
-        if model == TRANSLATION:
-            return _translate(text)
-        if model == REVERSAL:
-            return _reverse(text)
-        raise InputError(f"model is {model!r}, expected {TRANSLATION!r} or {REVERSAL!r}")
-
-    def caption(self, scene: int) -> dict[str, Any]:
-        """Caption a held-out scene.
-
-        Returns:
-            The fields of `CaptionAnswer`: ``image``, base64 of its RGB bytes, ``size`` × ``size``; the generated
-            ``words``, the ``truth``, and ``weights`` of each word on a grid of ``gh`` × ``gw`` cells. Cell (i, j) is
-            centred on pixel (i, j) · size / gh.
-        """
-        task, model = _bundled(CAPTIONER)
-        if not 0 <= scene < task.held_out:
-            raise InputError(f"scene is {scene}, expected 0 to {task.held_out - 1}")
-        drawn, index = _scenes(), scene
-        image = to_input(drawn)[index : index + 1]
-        first = torch.tensor([[START]])
-        with torch.no_grad():
-            [words] = generate(
-                model, model.start(image), first,
-                max_new_tokens=scenes.longest(scenes.MOST), sampling=Sampler(temperature=0), end=END,
-            )  # fmt: skip
-            maps = model.maps(image, torch.tensor([[START, *words]]))[0, : len(words)]
-        pixels = (drawn.images[index].transpose(1, 2, 0) * 255).round().astype(np.uint8)
-        return {
-            "size": task.size,
-            "image": base64.b64encode(np.ascontiguousarray(pixels).tobytes()).decode("ascii"),
-            "words": [scenes.VOCABULARY[token] for token in words],
-            "truth": scenes.text(drawn.captions[index]),
-            "weights": maps.tolist(),
-            "gh": maps.shape[1],
-            "gw": maps.shape[2],
-        }
+    Returns:
+        The fields of `CaptionAnswer`: ``image``, base64 of its RGB bytes, ``size`` × ``size``; the generated ``words``,
+        the ``truth``, and ``weights`` of each word on a grid of ``gh`` × ``gw`` cells. Cell (i, j) is centred on pixel
+        (i, j) · size / gh.
+    """
+    task, model = _bundled(CAPTIONER)
+    if not 0 <= scene < task.held_out:
+        raise InputError(f"scene is {scene}, expected 0 to {task.held_out - 1}")
+    drawn = _scenes()
+    image = to_input(drawn)[scene : scene + 1]
+    with torch.no_grad():
+        [words] = greedy_captions(model, image)
+        maps = model.maps(image, torch.tensor([[START, *words]]))[0, : len(words)]
+    pixels = (drawn.images[scene].transpose(1, 2, 0) * 255).round().astype(np.uint8)
+    return {
+        "size": task.size,
+        "image": base64.b64encode(np.ascontiguousarray(pixels).tobytes()).decode("ascii"),
+        "words": [scenes.VOCABULARY[token] for token in words],
+        "truth": scenes.text(drawn.captions[scene]),
+        "weights": maps.tolist(),
+        "gh": maps.shape[1],
+        "gw": maps.shape[2],
+    }
 
 
 def _translate(text: str) -> dict[str, Any]:
@@ -169,8 +155,8 @@ def _letters(task: Reversal) -> list[str]:
 @cache
 def _scenes() -> Scenes:
     """The held-out scenes on which the captioner was evaluated."""
-    task = _bundled(CAPTIONER)[0]
-    return scenes.draw(np.random.default_rng(0), task.held_out, held_out=True, size=task.size, most=task.objects)
+    found: Scenes = _bundled(CAPTIONER)[0].unseen()
+    return found
 
 
 @cache

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from torch import Tensor
 
-from qkv.figures.layout import COLOURS, DIVERGING, heat
+from qkv.figures.layout import COLOURS, DIVERGING, heat, write_cells
 from qkv_lab.draw import INK, panels, save_figure
 
 WRITTEN = 8  # tables up to this many rows and columns have their numbers written in the cells
@@ -100,16 +100,12 @@ def _table(axes: Axes, values: np.ndarray, title: str, scale: tuple[float, float
         return
     table = np.atleast_2d(values)
     finite = np.where(np.isfinite(table), table, np.nan)
-    heat(axes, finite, Normalize(*scale), DIVERGING if scale[0] < 0 else COLOURS, missing="0.75")
+    image = heat(axes, finite, Normalize(*scale), DIVERGING if scale[0] < 0 else COLOURS, missing="0.75")
     rows, columns = table.shape
     axes.set_xticks(range(columns) if columns <= WRITTEN else [])
     axes.set_yticks(range(rows) if 1 < rows <= WRITTEN else [])
     if max(table.shape) <= WRITTEN:
-        for (i, j), value in np.ndenumerate(table):
-            dark = np.isfinite(value) and abs(value) > 0.6 * scale[1]
-            axes.text(
-                j, i, f"{round(value, 2) + 0.0:.2f}", ha="center", va="center", size=7, color="white" if dark else INK
-            )
+        write_cells(axes, image, lambda value: f"{round(value, 2) + 0.0:.2f}")
 
 
 def _number(value: float) -> str:

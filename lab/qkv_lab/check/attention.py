@@ -10,9 +10,22 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-import qkv
 from qkv import reference, scores
-from qkv_lab.check.hints import Wrong, draw, exercise, expect, expect_pair, pair, same, trial
+from qkv.normalizers import Softmax
+from qkv_lab.check.hints import (
+    Wrong,
+    draw,
+    exercise,
+    expect,
+    expect_pair,
+    expect_shape,
+    mask_mistakes,
+    pair,
+    same,
+    scale_mistakes,
+    trial,
+    truth,
+)
 
 
 @exercise
@@ -151,52 +164,23 @@ def attention(answer: Callable[..., Attended]) -> None:
             raise Wrong("the rows of weights do not sum to 1: is the softmax missing, or not the last step?")
 
     with trial("scores"):
-        raw = q.double() @ k.double().mT
-        mistakes = {
-            "the scores are not scaled: divide q · k by √d, where d is the size of a query": raw.softmax(-1),
-            "the scores are divided by d, expected by its square root": (raw / 4).softmax(-1),
-            "the scores are divided by the root of the size of the values, expected that of the queries": (
-                raw / math.sqrt(7)
-            ).softmax(-1),
-            "the scores are divided by the root of the number of keys, expected that of the size of the queries": (
-                raw / math.sqrt(5)
-            ).softmax(-1),
-            "the scores are multiplied by √d, expected divided": (raw * 2).softmax(-1),
-            "large scores get small weights: the sign of the scores is inverted": (-raw / 2).softmax(-1),
-        }
-        expect(pair(answer(q, k, v))[1], _truth(q, k, v)[1], "weights", mistakes)
+        mistakes = scale_mistakes(q.double() @ k.double().mT, 4, dv=7, nk=5)
+        expect(pair(answer(q, k, v))[1], truth(q, k, v)[1], "weights", mistakes)
 
     with trial("output"):
-        expect(pair(answer(q, k, v))[0], _truth(q, k, v)[0], "out, which is weights @ v,")
+        expect(pair(answer(q, k, v))[0], truth(q, k, v)[0], "out, which is weights @ v,")
 
     with trial("mask"):
-        s = q.double() @ k.double().mT / 2
-        plain = s.softmax(-1)
-        mistakes = {
-            "the mask is the wrong way round: True is where a query may attend": s.masked_fill(
-                mask, -torch.inf
-            ).softmax(-1),
-            "the mask is ignored": plain,
-            "the mask comes after the softmax: masked keys still contribute to the sum, and rows no longer sum to 1; "
-            "mask the scores, before the softmax": plain * mask,
-            "masked keys get the score 0, whose weight is not 0: e⁰ = 1; expected −inf": s.masked_fill(
-                ~mask, 0
-            ).softmax(-1),
-            "scores are multiplied by the mask: a score of 0 does not mask a key, because e⁰ = 1; expected −inf": (
-                (s * mask).softmax(-1)
-            ),
-            "the mask is added to the scores as 0 and 1; expected −inf for masked keys": (s + mask).softmax(-1),
-        }
-        expect_pair(answer(q, k, v, mask), _truth(q, k, v, mask), mistakes)
+        mistakes = mask_mistakes(q.double() @ k.double().mT / 2, mask)
+        expect_pair(answer(q, k, v, mask), truth(q, k, v, mask), mistakes)
 
     with trial("large scores"):
-        weights = pair(answer(200 * q, 200 * k, v))[1]
-        if not bool(weights.isfinite().all()):
-            raise Wrong(
-                "scores of several thousand overflow: eˢ is infinite from s = 89 in float32; subtract each row's "
-                "largest score first, or let torch.softmax do it"
-            )
-        expect(weights, _truth(200 * q, 200 * k, v)[1], "weights")
+        weights, right = pair(answer(200 * q, 200 * k, v))[1], truth(200 * q, 200 * k, v)[1]
+        hint = (
+            "scores of several thousand overflow: eˢ is infinite from s = 89 in float32; subtract each row's largest "
+            "score first, or let torch.softmax do it"
+        )
+        expect(weights, right, "weights", finite=hint)
 
     with trial("a query with no visible key"):
         visible = mask.clone()
@@ -213,7 +197,7 @@ def attention(answer: Callable[..., Attended]) -> None:
             raise Wrong(
                 "a query with no visible key attends to all keys equally, though all are masked; expected weights 0"
             )
-        expect_pair((out, weights), _truth(q, k, v, visible))
+        expect_pair((out, weights), truth(q, k, v, visible))
         if out.requires_grad:
             out[:, [0, 2]].sum().backward()
             for name, x in zip("vqk", (inputs[2], *inputs[:2]), strict=True):
@@ -249,9 +233,7 @@ def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"
             "it still has a dimension for the keys: sum over it without keepdim": right[..., None],
             "it is −a ln a for every weight: the sum over keys is missing": terms,
         }
-        got = answer(weights)
-        if not isinstance(got, Tensor) or got.shape != right.shape:
-            expect(got, right, "the entropy", mistakes)
+        expect_shape(answer(weights), right, "the entropy", mistakes)
 
     with trial("nats"):
         mistakes = {
@@ -265,13 +247,12 @@ def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"
         expect(answer(weights), right, "the entropy", mistakes)
 
     with trial("weights of 0"):
-        got = answer(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]))
-        if isinstance(got, Tensor) and not bool(got.isfinite().all()):
-            raise Wrong(
-                "a weight of 0 makes NaN: ln 0 is −∞, and 0 × −∞ is NaN; torch.special.xlogy and torch.special.entr "
-                "return the limit, 0"
-            )
-        expect(got, torch.tensor([math.log(2), 0.0]), "the entropy of rows (½, ½, 0) and (0, 0, 0)")
+        hint = (
+            "a weight of 0 makes NaN: ln 0 is −∞, and 0 × −∞ is NaN; torch.special.xlogy and torch.special.entr return "
+            "the limit, 0"
+        )
+        got, expected = answer(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]])), torch.tensor([math.log(2), 0.0])
+        expect(got, expected, "the entropy of rows (½, ½, 0) and (0, 0, 0)", finite=hint)
 
     with trial("least and greatest"):
         expect(answer(torch.eye(6)), torch.zeros(6), "the entropy where all weight is on one key, expected 0,")
@@ -293,7 +274,7 @@ def temperature(answer: Callable[..., Attended]) -> None:
 
     with trial("temperature 1"):
         mistakes = {"the scores are not scaled: 1/√d stays, in addition to the temperature": raw.softmax(-1)}
-        expect_pair(answer(q, k, v), _truth(q, k, v), mistakes)
+        expect_pair(answer(q, k, v), truth(q, k, v), mistakes)
 
     for name, t in (("temperature 2", 2.0), ("temperature ½", 0.5)):
         mistakes = {
@@ -306,26 +287,17 @@ def temperature(answer: Callable[..., Attended]) -> None:
             "temperature is added to √d, expected times √d": (raw / (math.sqrt(5) + t)).softmax(-1),
         }
         with trial(name):
-            expect_pair(answer(q, k, v, t), _truth(q, k, v, temperature=t), mistakes)
+            expect_pair(answer(q, k, v, t), truth(q, k, v, normalizer=Softmax(t)), mistakes)
 
     with trial("very cold"):
-        got = pair(answer(q, k, v, 1e-3))
-        if not all(bool(x.isfinite().all()) for x in got):
-            raise Wrong("at temperature 0.001 it overflows: subtract each row's largest score, or use torch.softmax")
-        expect_pair(got, _truth(q, k, v, temperature=1e-3))
+        out, weights = pair(answer(q, k, v, 1e-3))
+        right = truth(q, k, v, normalizer=Softmax(1e-3))
+        hint = "at temperature 0.001 it overflows: subtract each row's largest score, or use torch.softmax"
+        expect(weights, right[1], "weights", finite=hint)
+        expect(out, right[0], "out", finite=hint)
 
     with trial("very hot"):
-        expect_pair(answer(q, k, v, 1e6), _truth(q, k, v, temperature=1e6))
-
-
-def _truth(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Output and weights of one head, in float64."""
-    inputs = [x.detach().double()[:, None] for x in (q, k, v)]
-    normalizer = qkv.normalizers.Softmax(temperature)
-    out, weights = qkv.attend(*inputs, mask=mask, normalizer=normalizer, return_weights=True)
-    return out[:, 0], weights[:, 0]
+        expect_pair(answer(q, k, v, 1e6), truth(q, k, v, normalizer=Softmax(1e6)))
 
 
 def _has_shape(x: Tensor, shape: tuple[int, ...], what: str, why: str) -> None:

@@ -10,7 +10,19 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 import qkv
-from qkv_lab.check.hints import Wrong, draw, exercise, expect, expect_pair, pair, same, trial
+from qkv_lab.check.hints import (
+    Wrong,
+    draw,
+    exercise,
+    expect,
+    expect_pair,
+    mask_mistakes,
+    pair,
+    same,
+    scale_mistakes,
+    trial,
+)
+from qkv_lab.course import MinimalTransformer
 
 Heads = tuple[Float[Tensor, "b n d_model"], Float[Tensor, "b heads n m"]]
 
@@ -86,16 +98,11 @@ def multi_head(answer: Callable[..., Heads]) -> None:
         right = _heads(x, x, matrices, 3)[1]
         q, k = (x.double() @ m.double() for m in matrices[:2])
 
-        def scored(split: Callable[[Tensor], Tensor], size: int = 4) -> Tensor:
-            return (split(q) @ split(k).mT / math.sqrt(size)).softmax(-1)
-
-        def parted(x: Tensor) -> Tensor:
-            return x.unflatten(-1, (3, 4)).transpose(1, 2)
+        def scored(split: Callable[[Tensor], Tensor]) -> Tensor:
+            return (split(q) @ split(k).mT / 2).softmax(-1)
 
         mistakes = {
-            "the scores are divided by √d_model, expected the root of the size of a head, d_model / heads": scored(
-                parted, 12
-            ),
+            **scale_mistakes(_split(q, 3) @ _split(k, 3).mT, 4, d_model=12),
             "the heads are split along the length, which mixes tokens: view as (b, n, heads, …), then transpose": (
                 scored(lambda x: x.reshape(2, 3, 5, 4))
             ),
@@ -105,7 +112,6 @@ def multi_head(answer: Callable[..., Heads]) -> None:
                 lambda x: x.unflatten(-1, (3, 4))
             ),
             "the weights are averaged over the heads: return those of each head": right.mean(1),
-            "the scores are not scaled: divide by √(d_model / heads)": scored(parted, 1),
         }
         _check_weights(pair(answer(x, *matrices, 3))[1], right, mistakes)
 
@@ -124,15 +130,8 @@ def multi_head(answer: Callable[..., Heads]) -> None:
 
     with trial("mask"):
         out, weights = pair(answer(x, *matrices, 3, mask))
-        free = _heads(x, x, matrices, 3)[1]
-        mistakes = {
-            "the mask is ignored": free,
-            "the mask is transposed: its rows are queries": _heads(x, x, matrices, 3, mask.T)[1],
-            "the mask comes after the softmax: rows no longer sum to 1": free * mask,
-        }
-        if same(weights * mask, torch.zeros_like(weights)):
-            raise Wrong("the mask is the wrong way round: True is where a query may attend")
-        expect_pair((out, weights), _heads(x, x, matrices, 3, mask)[:2], mistakes)
+        q, k = (_split(x.double() @ m.double(), 3) for m in matrices[:2])
+        expect_pair((out, weights), _heads(x, x, matrices, 3, mask)[:2], mask_mistakes(q @ k.mT / 2, mask))
 
 
 @exercise
@@ -292,7 +291,9 @@ def parameter_count(answer: Callable[..., int]) -> None:
     }
     for name, (vocab, d, layers, d_ff, context, tied) in trials.items():
         with trial(name):
-            right = _count(vocab, d, layers, d_ff, context, tied)
+            with torch.device("meta"):
+                model = MinimalTransformer(vocab, d, 1, layers, d_ff, context)
+            right = sum(p.numel() for p in model.parameters()) + (0 if tied else vocab * d)
             passed = (vocab, d, layers, d_ff, context) if tied else (vocab, d, layers, d_ff, context, tied)
             got = answer(*passed)
             if isinstance(got, bool) or not isinstance(got, int):
@@ -379,15 +380,3 @@ def sink_token(answer: Callable[[int], nn.Module]) -> None:
         module(x)[:, 0].sum().backward()
         if any(p.grad is None or not bool((p.grad != 0).any()) for p in module.parameters()):
             raise Wrong("the vector gets no gradient: is it detached, or its .data used?")
-
-
-def _count(vocab: int, d: int, layers: int, d_ff: int, context: int, tied: bool) -> int:
-    """The number of parameters of the model, built on the meta device."""
-    with torch.device("meta"):
-        parts: list[nn.Module] = [nn.Embedding(vocab, d), nn.Embedding(context, d), nn.LayerNorm(d)]
-        for _ in range(layers):
-            parts += [nn.Linear(d, d, bias=False) for _ in range(4)]
-            parts += [nn.Linear(d, d_ff), nn.Linear(d_ff, d), nn.LayerNorm(d), nn.LayerNorm(d)]
-        if not tied:
-            parts.append(nn.Linear(d, vocab, bias=False))
-    return sum(p.numel() for part in parts for p in part.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -11,11 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv import masks, reference
-from qkv_lab.check.hints import Wrong, draw, exercise, expect, pair, trial
+from qkv_lab.check.hints import Wrong, draw, exercise, expect, mask_mistakes, pair, scale_mistakes, trial
 
 Array = np.ndarray
-Blocks = list[tuple[Array, Array]]
-MASKED = -np.inf
+MASKED = -math.inf
+_expect = partial(expect, tolerance=1e-8)
 
 
 @exercise
@@ -28,61 +29,52 @@ def stable_softmax(answer: Callable[[Array], Array]) -> None:
     """
 
     with trial("small scores"):
-        scores = np.random.default_rng(0).normal(size=(2, 3, 5))
-        given = scores.copy()
-        got = _tensor(_with_shape_hint(lambda: answer(given), "a maximum or sum"), "the answer")
+        (scores,) = _normal(0, (2, 3, 5))
+        given = scores.numpy().copy()
+        got = _result(answer, given)
         if not np.array_equal(scores, given):
             raise Wrong("it changes the scores it was given; make a new array (`x = x - …`, not `x -= …`)")
         mistakes = {
-            "the weights sum to one over the first axis; keys are the last axis: sum over axis −1": _softmax(scores, 0),
+            "the weights sum to one over the first axis; keys are the last axis: sum over axis −1": scores.softmax(0),
             "the weights sum to one down the columns; a query is a row, so the sum runs over axis −1": (
-                _softmax(scores, 1)
+                scores.softmax(1)
             ),
             "all weights together sum to one; each row should, so the sum runs over the last axis only": (
-                _softmax(scores.ravel()).reshape(scores.shape)
+                scores.ravel().softmax(0).reshape(scores.shape)
             ),
-            "these are the powers e^s; each row has to be divided by its sum": np.exp(scores),
+            "these are the powers e^s; each row has to be divided by its sum": scores.exp(),
             "these are the powers e^(s − max); each row has to be divided by its sum": (
-                np.exp(scores - scores.max(-1, keepdims=True))
+                (scores - scores.amax(-1, keepdim=True)).exp()
             ),
-            "these are logarithms of the weights": np.log(_softmax(scores)),
-            "these are powers of 2; a softmax takes e^s: np.exp": _softmax(np.log(2) * scores),
+            "these are logarithms of the weights": scores.log_softmax(-1),
+            "these are powers of 2; a softmax takes e^s: np.exp": (math.log(2) * scores).softmax(-1),
         }
-        _expect(got, _softmax(scores), "the answer", mistakes)
+        _expect(got, scores.softmax(-1), "the answer", mistakes)
 
-    with trial("scores of 1,000 and −1,000"):
-        for scores in (np.array([[1000.0, 1001.0, 999.0]]), np.array([[-1000.0, -1001.0, -1003.0]])):
-            got = _quietly(partial(answer, scores))
-            if not got.isfinite().all():
-                raise Wrong(
-                    "e^1000 overflows to ∞ and e^−1000 underflows to 0, and ∞/∞ and 0/0 are NaN; subtract the largest "
-                    "score of each row first, which does not change the weights"
-                )
-            _expect(got, _softmax(scores), "the answer", {
-                "all weights are equal, as if the scores were clipped; subtract the row's largest score instead": (
-                    np.full_like(scores, 1 / 3)
-                ),
-            })  # fmt: skip
-
-    with trial("rows far from each other"):
-        scores = np.array([[2000.0, 2001.0], [0.0, 1.0]])
-        got = _quietly(lambda: answer(scores))
-        if not got.isfinite().all():
-            raise Wrong(
-                "the largest score of the whole array was subtracted; the powers of a row far below it underflow, and "
-                "0/0 is NaN; each row needs its own maximum: max(-1, keepdims=True)"
-            )
-        _expect(got, _softmax(scores), "the answer")
-
-    with trial("keys of score −∞"):
-        scores = np.array([[0.0, MASKED, 1.0], [MASKED, MASKED, -4.0]])
-        got = _quietly(lambda: answer(scores))
-        if not got.isfinite().all():
-            raise Wrong(
-                "a key with score −∞ has weight e^−∞ = 0; here the row becomes NaN, because −∞ − (−∞) is NaN: subtract "
-                "the row's *largest* score, not its smallest or its mean"
-            )
-        _expect(got, _softmax(scores), "the answer")
+    clipped = "all weights are equal, as if the scores were clipped; subtract the row's largest score instead"
+    large = (
+        "e^1000 overflows to ∞ and e^−1000 underflows to 0, and ∞/∞ and 0/0 are NaN; subtract the largest score of "
+        "each row first, which does not change the weights"
+    )
+    whole = (
+        "the largest score of the whole array was subtracted; the powers of a row far below it underflow, and 0/0 is "
+        "NaN; each row needs its own maximum: max(-1, keepdims=True)"
+    )
+    masked = (
+        "a key with score −∞ has weight e^−∞ = 0; here the row becomes NaN, because −∞ − (−∞) is NaN: subtract the "
+        "row's *largest* score, not its smallest or its mean"
+    )
+    trials: dict[str, tuple[str, list[list[list[float]]]]] = {
+        "scores of 1,000 and −1,000": (large, [[[1000, 1001, 999]], [[-1000, -1001, -1003]]]),
+        "rows far from each other": (whole, [[[2000, 2001], [0, 1]]]),
+        "keys of score −∞": (masked, [[[0, MASKED, 1], [MASKED, MASKED, -4]]]),
+    }
+    for name, (hint, given_scores) in trials.items():
+        with trial(name):
+            for rows in given_scores:
+                scores = torch.tensor(rows, dtype=torch.float64)
+                mistakes = {clipped: torch.full_like(scores, 1 / scores.shape[-1])}
+                _expect(_result(answer, scores.numpy()), scores.softmax(-1), "the answer", mistakes, finite=hint)
 
 
 @exercise
@@ -94,48 +86,31 @@ def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> None:
     """
 
     with trial("3 queries, 5 keys"):
-        rng = np.random.default_rng(1)
-        q, k, v = rng.normal(size=(3, 4)), rng.normal(size=(5, 4)), rng.normal(size=(5, 2))
+        q, k, v = _normal(1, (3, 4), (5, 4), (5, 2))
         scores = q @ k.T
+        right = (scores / 2).softmax(-1)
         mistakes = {
-            "these are the weights; the answer is the weighted mean of the values: weights @ v": _softmax(scores / 2),
+            "these are the weights; the answer is the weighted mean of the values: weights @ v": right,
             "the scores are used as weights; apply a softmax to each row first": scores / 2 @ v,
             "the scores are used as weights, and are not scaled": scores @ v,
-            "the scores are not scaled; divide them by √d, where d is the size of a query": _softmax(scores) @ v,
-            "the scores are divided by d, expected √d, which is how their standard deviation grows": _softmax(
-                scores / 4
-            )
-            @ v,
-            "the scores are divided by the root of a value's size, expected √d, with a query's size d": _softmax(
-                scores / np.sqrt(2)
-            )
-            @ v,
-            "the scores are divided by the root of the number of keys, expected √d": _softmax(scores / np.sqrt(5)) @ v,
-            "the scores are multiplied by √d, expected divided": _softmax(scores * 2) @ v,
-            "the weights are divided by √d; divide the scores, before the softmax": (_softmax(scores) / 2 @ v),
+            **{hint: weights @ v for hint, weights in scale_mistakes(scores, 4, dv=2, nk=5).items()},
+            "the weights are divided by √d; divide the scores, before the softmax": scores.softmax(-1) / 2 @ v,
             "the softmax runs over the queries; it should run over the keys of each query: the last axis": (
-                _softmax(scores / 2, 0) @ v
+                (scores / 2).softmax(0) @ v
             ),
         }
-        got = _with_shape_hint(lambda: answer(q, k, v), "a row's maximum or sum")
-        _expect(_tensor(got, "the answer"), _attention(q, k, v), "the answer", mistakes)
+        _expect(_result(answer, q.numpy(), k.numpy(), v.numpy()), _attention(q, k, v), "the answer", mistakes)
 
     with trial("one key"):
-        rng = np.random.default_rng(2)
-        q, k, v = rng.normal(size=(2, 3)), rng.normal(size=(1, 3)), rng.normal(size=(1, 4))
-        _expect(
-            _tensor(answer(q, k, v), "the answer"),
-            np.repeat(v, 2, 0),
-            "the answer (expected the value of the only key)",
-        )
+        q, k, v = _normal(2, (2, 3), (1, 3), (1, 4))
+        what = "the answer (expected the value of the only key)"
+        _expect(_result(answer, q.numpy(), k.numpy(), v.numpy()), v.repeat(2, 1), what)
 
     with trial("large queries"):
-        rng = np.random.default_rng(3)
-        q, k, v = 1e4 * rng.normal(size=(2, 3)), rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
-        got = _quietly(lambda: answer(q, k, v))
-        if not got.isfinite().all():
-            raise Wrong("large scores overflow in exp; subtract the largest of each row first")
-        _expect(got, _attention(q, k, v), "the answer")
+        q, k, v = _normal(3, (2, 3), (4, 3), (4, 2))
+        hint = "large scores overflow in exp; subtract the largest of each row first"
+        got = _result(answer, 1e4 * q.numpy(), k.numpy(), v.numpy())
+        _expect(got, _attention(1e4 * q, k, v), "the answer", finite=hint)
 
 
 @exercise
@@ -155,28 +130,30 @@ def online_softmax(answer: Callable[[Iterator[tuple[Array, Array]]], tuple[Array
         "a first block of masked keys": (7, (2, 3), (MASKED, 0.0)),
     }
     for name, (seed, sizes, lifts) in trials.items():
-        rng = np.random.default_rng(seed)
-        blocks = [(rng.normal(size=m) + lift, rng.normal(size=(m, 3))) for m, lift in zip(sizes, lifts, strict=True)]
+        drawn = iter(_normal(seed, *(shape for m in sizes for shape in ((m,), (m, 3)))))
+        blocks = [(scores + lift, values) for scores, values, lift in zip(drawn, drawn, lifts, strict=True)]
         with trial(name):
             _check_online(answer, blocks)
+
+
+Blocks = list[tuple[Tensor, Tensor]]
 
 
 def _check_online(answer: Callable[..., object], blocks: Blocks) -> None:
     """One trial of `online_softmax`."""
     with np.errstate(all="ignore"):
-        found = answer(_Once([(s.copy(), v.copy()) for s, v in blocks]))
+        found = answer(_Once([(s.numpy().copy(), v.numpy().copy()) for s, v in blocks]))
     if not isinstance(found, tuple) or len(found) != 2:
         raise Wrong("expected two results: the output and the log-sum-exp")
     out, lse = _tensor(found[0], "the output"), _tensor(found[1], "the log-sum-exp")
-    if not (out.isfinite().all() and lse.isfinite().all()):
-        if not np.isfinite(blocks[0][0]).any():
-            raise Wrong("after a block of masked keys the largest score is −∞, and −∞ − (−∞) is NaN; skip such a block")
-        raise Wrong("exp overflows or underflows; subtract the largest score *so far*, and update it as it rises")
-    scores, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-    means = [_softmax(s) @ v for s, v in blocks if np.isfinite(s).any()]
+    hint = "exp overflows or underflows; subtract the largest score *so far*, and update it as it rises"
+    if not bool(blocks[0][0].isfinite().any()):
+        hint = "after a block of masked keys the largest score is −∞, and −∞ − (−∞) is NaN; skip such a block"
+    scores, values = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    means = torch.stack([s.softmax(-1) @ v for s, v in blocks if s.isfinite().any()])
     top = scores.max()
-    rest = np.log(np.exp(scores - top).sum())
-    _expect(out, _softmax(scores) @ values, "the output", {
+    rest = (scores - top).logsumexp(-1)
+    _expect(out, scores.softmax(-1) @ values, "the output", {
         "when the largest score rises, the sum of values must be rescaled, too: multiply it by e^(old − new)": (
             _running(blocks, total=True, out=False)
         ),
@@ -187,22 +164,22 @@ def _check_online(answer: Callable[..., object], blocks: Blocks) -> None:
         "when the largest score rises, the sums must shrink: multiply by e^(old − new), not e^(new − old)": (
             _running(blocks, total=True, out=True, sign=-1)
         ),
-        "the blocks' outputs are averaged with equal weights; weight each by its sum of powers": np.mean(means, 0),
+        "the blocks' outputs are averaged with equal weights; weight each by its sum of powers": means.mean(0),
         "this is the output of the last block only": means[-1],
-        "the output is not divided by the sum of the powers": np.exp(scores - top) @ values,
-    })  # fmt: skip
-    _expect(lse, np.array(top + rest), "the log-sum-exp", {
-        "the log-sum-exp lacks the largest score that was subtracted: add it to ln Σ e^(s − max)": np.array(rest),
-        "this is Σ e^(s − max), expected its logarithm plus the largest score": np.exp(rest),
-        "Σ e^(s − max) is added to the largest score; add its logarithm instead": np.array(top + np.exp(rest)),
-        "this is the largest score; the log-sum-exp adds ln Σ e^(s − max) to it": np.array(top),
-    })  # fmt: skip
+        "the output is not divided by the sum of the powers": (scores - top).exp() @ values,
+    }, finite=hint)  # fmt: skip
+    _expect(lse, top + rest, "the log-sum-exp", {
+        "the log-sum-exp lacks the largest score that was subtracted: add it to ln Σ e^(s − max)": rest,
+        "this is Σ e^(s − max), expected its logarithm plus the largest score": rest.exp(),
+        "Σ e^(s − max) is added to the largest score; add its logarithm instead": top + rest.exp(),
+        "this is the largest score; the log-sum-exp adds ln Σ e^(s − max) to it": top,
+    }, finite=hint)  # fmt: skip
 
 
 class _Once:
     """An iterator over blocks that raises `Wrong` when it is read a second time."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: list[tuple[Array, Array]]) -> None:
         self.blocks, self.ended = iter(blocks), False
 
     def __iter__(self) -> _Once:
@@ -218,47 +195,45 @@ class _Once:
             raise
 
 
-def _running(blocks: Blocks, *, total: bool, out: bool, sign: int = 1) -> Array:
+def _running(blocks: Blocks, *, total: bool, out: bool, sign: int = 1) -> Tensor:
     """The output of an online softmax that rescales only the total, only the sum of values, or neither.
 
     With sign −1 the factor is inverted.
     """
-    top, powers_sum, sums = MASKED, 0.0, np.zeros(blocks[0][1].shape[1])
-    with np.errstate(all="ignore"):
-        for scores, values in blocks:
-            new = max(top, float(scores.max()))
-            powers, kept = np.exp(scores - new), np.exp(sign * (top - new)) if top > MASKED else 0.0
-            powers_sum = powers_sum * (kept if total else 1.0) + powers.sum()
-            sums = sums * (kept if out else 1.0) + powers @ values
-            top = new
-        return np.asarray(sums / powers_sum)
+    top, powers_sum, sums = torch.tensor(MASKED), torch.zeros(()), torch.zeros(blocks[0][1].shape[1])
+    for scores, values in blocks:
+        new = torch.maximum(top, scores.max())
+        powers, kept = (scores - new).exp(), (sign * (top - new)).exp() if top > MASKED else torch.zeros(())
+        powers_sum = powers_sum * (kept if total else 1.0) + powers.sum()
+        sums = sums * (kept if out else 1.0) + powers @ values
+        top = new
+    return sums / powers_sum
 
 
-def _softmax(scores: Array, axis: int = -1) -> Array:
-    powers = np.exp(scores - scores.max(axis, keepdims=True))
-    return np.asarray(powers / powers.sum(axis, keepdims=True))
+def _normal(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Standard normal numbers in float64, from a seed."""
+    rng = np.random.default_rng(seed)
+    return [torch.from_numpy(rng.normal(size=shape)) for shape in shapes]
 
 
-def _attention(q: Array, k: Array, v: Array) -> Array:
-    return reference.attention(q[None, None], k[None, None], v[None, None]).out[0, 0]
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.from_numpy(reference.attention(*(x.numpy()[None, None] for x in (q, k, v))).out[0, 0])
 
 
-def _with_shape_hint(call: Callable[[], object], what: str) -> object:
-    """Call an answer; if NumPy reports shapes that do not match, raise `Wrong` with a hint."""
+def _result(answer: Callable[..., object], *inputs: Array) -> Tensor:
+    """What an answer returns for some arrays; `Wrong` with a hint if NumPy reports shapes that do not match."""
     try:
-        return call()
+        with np.errstate(all="ignore"):
+            return _tensor(answer(*inputs), "the answer")
     except ValueError as error:
         if "broadcast" in str(error):
-            raise Wrong(f"shapes do not match ({error}); {what} keeps its axis with keepdims=True") from None
+            raise Wrong(
+                f"shapes do not match ({error}); a row's maximum or sum keeps its axis with keepdims=True"
+            ) from None
         if "matmul" in str(error):
             shapes = "scores are q @ k.T, (nq, nk), and outputs weights @ v, (nq, dv)"
             raise Wrong(f"shapes of a matrix product do not match; {shapes}") from None
         raise
-
-
-def _quietly(call: Callable[[], object]) -> Tensor:
-    with np.errstate(all="ignore"):
-        return _tensor(call(), "the answer")
 
 
 def _tensor(got: object, what: str) -> Tensor:
@@ -269,11 +244,6 @@ def _tensor(got: object, what: str) -> Tensor:
     except (TypeError, ValueError):
         pass
     raise Wrong(f"{what} is {type(got).__name__}, expected an array of numbers")
-
-
-def _expect(got: Tensor, expected: Array, what: str, mistakes: dict[str, Array] | None = None) -> None:
-    known = {hint: torch.tensor(wrong) for hint, wrong in (mistakes or {}).items()}
-    expect(got, torch.tensor(expected), what, known, 1e-8)
 
 
 OutWeights = tuple[Float[Tensor, "b n m"], Float[Tensor, "b h n n"]]
@@ -339,35 +309,18 @@ def _check_attention(
     found = reference.attention(q, k, v, mask=dense)
     right_weights, means = torch.from_numpy(found.weights), torch.from_numpy(found.out)
     each = torch.einsum("bhnd,hdm->bhnm", means, w_o)
+    scores = q @ k.mT / d**0.5
     masked = torch.zeros(n, n, dtype=torch.bool) if mask is None else ~mask
-    plain = (q @ k.mT).masked_fill(masked, -torch.inf)
     mistakes = {
-        "the scores are not scaled: divide them by √d, where d is the size of a head": plain.softmax(-1),
-        "the scores are divided by √m, the root of the model's width; expected √d, where d is the size of a head": (
-            (plain / m**0.5).softmax(-1)
-        ),
+        **scale_mistakes(q @ k.mT, d, mask, m=m),
         "the softmax runs over the queries; it should run over the keys of each query: the last dimension": (
-            (plain / d**0.5).softmax(-2)
+            scores.masked_fill(masked, -torch.inf).softmax(-2)
         ),
         "queries and keys are swapped: rows are queries, so the first factor must come from w_q": (
-            ((k @ q.mT).masked_fill(masked, -torch.inf) / d**0.5).softmax(-1)
+            scores.mT.masked_fill(masked, -torch.inf).softmax(-1)
         ),
+        **({} if mask is None else mask_mistakes(scores, mask)),
     }
-    if mask is not None:
-        scores = q @ k.mT / d**0.5
-        mistakes |= {
-            "the mask is ignored": scores.softmax(-1),
-            "masked scores are set to 0, but e^0 = 1 is not 0: set them to −∞": (
-                scores.masked_fill(masked, 0).softmax(-1)
-            ),
-            "the mask comes after the softmax, and rows no longer sum to one; mask the scores before it": (
-                scores.softmax(-1).masked_fill(masked, 0)
-            ),
-            "the mask is the wrong way round: True is where a query may attend, so fill where it is False: ~mask": (
-                scores.masked_fill(mask, -torch.inf).softmax(-1)
-            ),
-            "the mask is transposed: its rows are queries": scores.masked_fill(masked.mT, -torch.inf).softmax(-1),
-        }
     expect(weights, right_weights, "weights", mistakes, 1e-9)
     expect(out, each.sum(1), "out", {
         "these are the heads' means of the values; project them by w_o, and sum over the heads": means,

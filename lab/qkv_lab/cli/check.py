@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
+from tyro.conf import Positional, arg
 
 from qkv.cli.shared import folder, print_line, read, table
 from qkv.errors import InputError
@@ -21,16 +21,12 @@ if TYPE_CHECKING:
 
 
 def check(
-    exercise: Annotated[
-        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[EXERCISE]", help_behavior_hint="")
-    ] = None,
-    file: Annotated[
-        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE.py]", help_behavior_hint="")
-    ] = None,
+    exercise: Annotated[str | None, Positional, arg(metavar="[EXERCISE]", help_behavior_hint="")] = None,
+    file: Annotated[Path | None, Positional, arg(metavar="[FILE.py]", help_behavior_hint="")] = None,
     /,
     *,
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-check"),
-    seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 20.0,
+    out: Annotated[Path, arg(metavar="DIR")] = Path("qkv-check"),
+    seconds: Annotated[float, arg(metavar="S")] = 20.0,
 ) -> None:
     """Check an answer to an exercise of the labs, in a Python file of your own.
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from qkv.cli.shared import table
 from qkv.errors import InputError, nearest
@@ -32,14 +32,12 @@ Kind = Literal["holds", "false", "only when", "undecided", "unseen"]
 
 
 def claims(
-    ids: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[C014 …]", help_behavior_hint="")
-    ] = (),
+    ids: Annotated[tuple[str, ...], Positional, arg(metavar="[C014 …]", help_behavior_hint="")] = (),
     /,
     *,
-    source: Annotated[Source | None, tyro.conf.arg(metavar="COURSE", help_behavior_hint="")] = None,
-    verdict: Annotated[Kind | None, tyro.conf.arg(metavar="VERDICT", help_behavior_hint="")] = None,
-    as_json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="json")] = False,
+    source: Annotated[Source | None, arg(metavar="COURSE", help_behavior_hint="")] = None,
+    verdict: Annotated[Kind | None, arg(metavar="VERDICT", help_behavior_hint="")] = None,
+    as_json: Annotated[bool, FlagCreatePairsOff, arg(name="json")] = False,
 ) -> None:
     """Show what five courses claim about attention: 386 claims, each with a verdict that was computed.
 

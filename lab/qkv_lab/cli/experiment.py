@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from qkv.cli.shared import table
 from qkv.errors import InputError
@@ -15,16 +15,14 @@ if TYPE_CHECKING:
 
 
 def experiment(
-    names: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]", help_behavior_hint="")
-    ] = (),
+    names: Annotated[tuple[str, ...], Positional, arg(metavar="[NAME …]", help_behavior_hint="")] = (),
     /,
     *,
-    quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    seeds: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-experiments"),
-    jobs: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
-    redraw: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    quick: Annotated[bool, FlagCreatePairsOff] = False,
+    seeds: Annotated[int | None, arg(metavar="N")] = None,
+    out: Annotated[Path, arg(metavar="DIR")] = Path("qkv-experiments"),
+    jobs: Annotated[int, arg(metavar="N")] = 1,
+    redraw: Annotated[bool, FlagCreatePairsOff] = False,
 ) -> None:
     """Test claims about attention by training small models and measuring them.
 
@@ -115,7 +113,5 @@ def _show(name: str, result: Result) -> None:
         rows.add_row(Text(verdict.claim, no_wrap=True), Text(verdict.holds), Text(verdict.text))
     console = Console(highlight=False)
     console.print(rows)
-    if not all(verdict.text in result.paragraph for verdict in result.verdicts):
-        console.print(result.paragraph, markup=False)
     console.print(f"\nNumbers  {result.json_path}", markup=False, soft_wrap=True)
     console.print(f"Figure   {result.figure_path}\n", markup=False, soft_wrap=True)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from qkv.cli.shared import folder, print_line
 
@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 
 def lab(
-    names: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME …]", help_behavior_hint="")
-    ] = (),
+    names: Annotated[tuple[str, ...], Positional, arg(metavar="[NAME …]", help_behavior_hint="")] = (),
     /,
     *,
-    notebook: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    no_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-lab"),
+    notebook: Annotated[bool, FlagCreatePairsOff] = False,
+    no_code: Annotated[bool, FlagCreatePairsOff] = False,
+    out: Annotated[Path, arg(metavar="DIR")] = Path("qkv-lab"),
 ) -> None:
     """Work through a lab, a chapter of the tutorial or a page of background, offline.
 

@@ -44,8 +44,6 @@ class Run:
     one: lesson, the model of 26,672 parameters that a lesson trains to reverse six symbols."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Number of threads that torch uses; by default torch decides."""
-    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Also write the metrics for TensorBoard."""
 
 
 def train(*arguments: str) -> None:
@@ -71,7 +69,7 @@ def train(*arguments: str) -> None:
         torch.set_num_threads(run.threads)
     from qkv_lab import loop
 
-    trained = loop.train(run.task, run.training, run.out, progress=True, tensorboard=run.tensorboard)
+    trained = loop.train(run.task, run.training, run.out, progress=True)
     _show(run.task, trained)
 
 

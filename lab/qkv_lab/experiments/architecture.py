@@ -14,23 +14,10 @@ from torch import Tensor, nn
 
 from qkv.models import DecoderConfig
 from qkv.nn import TransformerBlock
+from qkv_lab.experiments import small
 from qkv_lab.experiments.base import Experiment, Outcome, Results
 from qkv_lab.experiments.evidence import Criterion, Effect
-from qkv_lab.experiments.small import fit
-from qkv_lab.experiments.streaming import (
-    DATED,
-    LESS,
-    PLAIN,
-    SINK,
-    STRONGEST,
-    TASK,
-    TRAINING,
-    Change,
-    Sweep,
-    difference,
-    learnt,
-    sink,
-)
+from qkv_lab.experiments.small import DATED, LEAST, PLAIN, SINK, STRONGEST, TASK, TRAINING, Change, Sweep
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.backcopy import Backcopy
 
@@ -42,7 +29,7 @@ class SinkEverywhere(Sweep):
     """A sweep whose claim is that every variant has a sink."""
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        return {self.claims[0]: [sink(results, variant) for variant in self.variants]}
+        return {self.claims[0]: [small.sink(results, variant) for variant in self.variants]}
 
 
 class Positions(SinkEverywhere):
@@ -53,7 +40,7 @@ class Positions(SinkEverywhere):
     seeds = 40
     criteria = (
         Criterion("C085", DATED, STRONGEST, SINK),
-        Criterion("C048", "2026-11-24", f"{STRONGEST} with learned positions minus with rotary positions", LESS),
+        Criterion("C048", "2026-11-24", f"{STRONGEST} with learned positions minus with rotary positions", LEAST),
     )
     variants: ClassVar[Mapping[str, Change]] = {
         positions: Change(model={"positions": positions, "layers": 2, "heads": 4}, training={"steps": 1000})
@@ -62,7 +49,7 @@ class Positions(SinkEverywhere):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """The weight with each scheme, and the difference between two that were chosen after three seeds of each."""
-        return {**super().effects(results), "C048": [difference(results, "learned", "rotary")]}
+        return {**super().effects(results), "C048": [small.difference(results, "learned", "rotary")]}
 
 
 class NormPlace(SinkEverywhere):
@@ -122,7 +109,7 @@ class ModelSize(Sweep):
         return found
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        return {"C066": [sink(results, variant, name) for variant, name in self.sizes().items()]}
+        return {"C066": [small.sink(results, variant, name) for variant, name in self.sizes().items()]}
 
 
 BOTH, BARE, CHAINED = "both", "no norms", "no residuals"
@@ -182,7 +169,7 @@ class Blocks(Experiment):
         elif variant == CHAINED:
             model.blocks = nn.ModuleList(Chained(block) for block in model.blocks)  # type: ignore[arg-type]
         training = Training(steps=steps, lr=rate, warmup=0, decay="none", weight_decay=0.0, clip=0.0, beta2=0.999)
-        losses = fit(model, lambda step: self.task.loss(model, self.task.batch(step, 8, seed)), training)
+        losses = small.fit(model, lambda step: self.task.loss(model, self.task.batch(step, 8, seed)), training)
         last = losses[-max(1, steps // 10) :]
         mean = sum(last) / len(last)
         return mean if len(losses) == steps and math.isfinite(mean) else None
@@ -211,7 +198,7 @@ OPTIMISATION_RATES, UNSTABLE = (1e-3, 3e-3, 1e-2, 3e-2), (5e-2, 6e-2, 7e-2)
 LONGER = "0.003, 3 × the steps"
 DECAYS, SLOW = (0.0, 0.1, 0.5, 1.0, 2.0), 3e-3
 KEY = "key bias, "
-LEAST = 0.05  # smaller differences of weight do not count as an effect
+
 FEWEST = 0.2  # a share of failed runs, without which stability cannot be compared
 SPIKE, SETTLED = 0.5, 100  # a spike is this far above the lowest earlier loss (nats), after this many steps
 
@@ -237,8 +224,8 @@ class LearningRate(Sweep):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         names = [f"{rate:g}" for rate in OPTIMISATION_RATES]
-        rises = [difference(results, b, a, f"{b} − {a}") for a, b in pairwise(names)]
-        rises.append(difference(results, "0.01", LONGER, "0.01 − 0.003 with 3 times the steps"))
+        rises = [small.difference(results, b, a, f"{b} − {a}") for a, b in pairwise(names)]
+        rises.append(small.difference(results, "0.01", LONGER, "0.01 − 0.003 with 3 times the steps"))
         fails: list[Effect] = []
         for rate in UNSTABLE:
             plain, biased = ({o.seed: failed(o) for o in results.variants.get(f"{p}{rate:g}", ())} for p in ("", KEY))
@@ -265,12 +252,12 @@ class WeightDecay(Sweep):
     }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        return {"C082": [difference(results, f"{decay:g}", "0", f"{decay:g} − 0") for decay in DECAYS[-2:]]}
+        return {"C082": [small.difference(results, f"{decay:g}", "0", f"{decay:g} − 0") for decay in DECAYS[-2:]]}
 
 
 def failed(outcome: Outcome) -> bool:
     """True if a run's loss had a spike or diverged, or if the run did not learn its task."""
-    if outcome.diverged is not None or not learnt(outcome):
+    if outcome.diverged is not None or not small.learnt(outcome):
         return True
     curve = outcome.curves["loss"]
     losses, late = np.asarray(curve["values"], float), np.asarray(curve["steps"]) > SETTLED

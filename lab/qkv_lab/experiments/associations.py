@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 
 import qkv
@@ -18,14 +17,11 @@ from qkv.normalizers import Hard, Identity, Normalizer
 from qkv.scores import Additive, Dot, Features, Score
 from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
-from qkv_lab.experiments.small import LEAST, fit, minus, setting, unlearnt
-from qkv_lab.experiments.streaming import DATED
+from qkv_lab.experiments.small import DATED, LEAST, Questions, learn, minus, setting, unlearnt
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.relations import PICKS, Coreference, Hops
 
 SYMBOLS, WIDTH, BATCH, TESTED = 64, 64, 64, 2000
-Asked = tuple[Int[Tensor, " b"], Int[Tensor, "b keys"], Int[Tensor, "b keys"]]
-"""The symbol asked for, the keys, and their values."""
 
 
 class Lookup(nn.Module):
@@ -34,9 +30,7 @@ class Lookup(nn.Module):
     Which query symbol asks for which key symbol is learnt. Queries and keys start with variance 1 in each dimension.
     """
 
-    def __init__(
-        self, size: int, score: Callable[[Lookup], Score], normalizer: Normalizer | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, size: int, score: Callable[[Any], Score], normalizer: Normalizer | None = None) -> None:
         super().__init__()
         self.queries, self.keys = (nn.Parameter(torch.randn(SYMBOLS, size)) for _ in range(2))
         self.w_q, self.w_k = (nn.Parameter(torch.randn(size, size) / size**0.5) for _ in range(2))
@@ -59,8 +53,8 @@ class Lookup(nn.Module):
         return (k @ q[:, :, None])[..., 0] / q.shape[-1] ** 0.5
 
 
-def questions(size: int, keys: int, generator: torch.Generator) -> tuple[Asked, Int[Tensor, " b"]]:
-    """Random questions: queries (size,), distinct keys (size, keys), their values; and the values asked for.
+def questions(size: int, keys: int, generator: torch.Generator) -> Questions:
+    """Random questions: the symbols asked for (size,), distinct keys (size, keys), their values; and the answers.
 
     >>> (query, keys, values), answer = questions(3, 5, torch.Generator().manual_seed(0))
     >>> keys.shape, bool((values[keys == query[:, None]] == answer).all())
@@ -73,38 +67,28 @@ def questions(size: int, keys: int, generator: torch.Generator) -> tuple[Asked, 
     return (chosen[row, at], chosen, values), values[row, at]
 
 
-def cross_entropy(model: Lookup, asked: Asked, answer: Tensor) -> Tensor:
-    """The loss of a model that answers with all its weights."""
-    return nn.functional.cross_entropy(model(*asked), answer)
-
-
-def learn(
-    model: Lookup, seed: int, *, keys: int, steps: int, loss: Callable[[Lookup, Asked, Tensor], Tensor] = cross_entropy
-) -> dict[str, float]:
-    """Train a model; ``accuracy`` on 2,000 new questions."""
-    generator = torch.Generator().manual_seed(seed)
+def looked_up(
+    seed: int, keys: int, steps: int, size: int, score: Callable[[Any], Score], normalizer: Normalizer | None = None,
+    loss: Callable[..., Tensor] | None = None,
+) -> Measured:  # fmt: skip
+    """Train a head on lists of so many keys; its ``accuracy`` on 2,000 new questions."""
+    torch.manual_seed(seed)
+    model, generator = Lookup(size, score, normalizer), torch.Generator().manual_seed(seed)
+    tests = questions(TESTED, keys, torch.Generator().manual_seed(10_000 + seed))
     training = Training(steps=steps, warmup=0, decay="none", weight_decay=0.0, clip=0.0, beta2=0.999)
-    fit(model, lambda _: loss(model, *questions(BATCH, keys, generator)), training)
-    asked, answer = questions(TESTED, keys, torch.Generator().manual_seed(10_000 + seed))
-    with torch.no_grad():
-        return {"accuracy": (model(*asked).argmax(-1) == answer).double().mean().item()}
+    return learn(model, partial(questions, BATCH, keys, generator), tests, training, loss)
 
 
-def straight_through(model: Lookup, asked: Asked, answer: Tensor) -> Tensor:
-    """The loss of the best key's value, with the gradient of softmax: that of `Hard`."""
-    return cross_entropy(model, asked, answer)
-
-
-def plain(model: Lookup, asked: Asked, answer: Tensor) -> Tensor:
+def plain(model: Lookup, inputs: tuple[Tensor, ...], answer: Tensor) -> Tensor:
     """The loss of the best key's value by plain backpropagation: the scores get no gradient."""
-    query, keys, values = asked
+    query, keys, values = inputs
     chosen = model.logits(query, keys).argmax(-1)
     return nn.functional.cross_entropy(_taken(model, values, chosen), answer)
 
 
-def reinforce(model: Lookup, asked: Asked, answer: Tensor) -> Tensor:
+def reinforce(model: Lookup, inputs: tuple[Tensor, ...], answer: Tensor) -> Tensor:
     """The loss of the value of a key that is sampled from the softmax, and REINFORCE for it (Xu et al. 2015)."""
-    query, keys, values = asked
+    query, keys, values = inputs
     draw = torch.distributions.Categorical(logits=model.logits(query, keys))
     chosen = draw.sample()
     cost = nn.functional.cross_entropy(_taken(model, values, chosen), answer, reduction="none")
@@ -117,7 +101,7 @@ def _taken(model: Lookup, values: Tensor, chosen: Tensor) -> Tensor:
     return found
 
 
-ACCURACY = "measured.accuracy"
+ACCURACY, MEANS = "measured.accuracy", "Means: {measured.accuracy}."
 RIGHT = 0.9
 """A model can do the task if it finds this share of the values."""
 
@@ -129,20 +113,14 @@ class ScoreFunctions(Experiment):
     question = "Which scores learn a look-up: additive, dot-product, scaled dot-product, at several head dimensions?"
     seeds = 20
     criteria = (
-        Criterion("C257", DATED, "Share of values that additive scores find, without a scale", RIGHT),
+        Criterion("C257", DATED, "Share of values that additive scores find, without a scale", RIGHT, remark=MEANS),
         Criterion("C261", DATED, "Absolute difference of the shares that additive and scaled dot-product scores find",
-                  LEAST, above=False),
+                  LEAST, above=False, remark=MEANS),
         Criterion("C332", DATED, "Share of values that dot products find without a scale minus that of additive scores",
-                  -LEAST),
+                  -LEAST, remark=MEANS),
         Criterion("C337", DATED, "Share of values that dot products find at head dimension 256, with 1/√d minus "
-                  "without a scale", LEAST),
+                  "without a scale", LEAST, remark=f"{MEANS} Queries and keys have unit variance at the start."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C257": "Means: {measured.accuracy}.",
-        "C261": "Means: {measured.accuracy}.",
-        "C332": "Means: {measured.accuracy}.",
-        "C337": "Means: {measured.accuracy}. Queries and keys have unit variance at the start.",
-    }
     sizes = (16, 64, 256)
     scores: Mapping[str, Callable[[Any], Score]] = {
         "additive": lambda m: Additive(m.vector),
@@ -151,22 +129,20 @@ class ScoreFunctions(Experiment):
     }
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
-        found = {}
-        for size in self.sizes:
-            for name, score in self.scores.items():
-                torch.manual_seed(seed)
-                found[f"{name}, {size}"] = learn(Lookup(size, score), seed, keys=8, steps=3 if quick else 600)
-        return found
+        steps = 3 if quick else 600
+        return {
+            f"{name}, {size}": looked_up(seed, 8, steps, size, score)
+            for size in self.sizes
+            for name, score in self.scores.items()
+        }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        sizes = [n for n in self.sizes if results.finished(f"additive, {n}")]
         works, differs, plain_minus = [], [], []
-        for n in sizes:
-            a, b = f"additive, {n}", f"scaled dot, {n}"
-            works.append(Effect(f"head dimension {n}", results.values(a, ACCURACY)))
-            gaps = [abs(x) for x in results.differences(a, b, ACCURACY)]
-            differs.append(Effect(f"head dimension {n}", gaps))
-            plain_minus.append(minus(results, f"dot, {n}", a, ACCURACY, f"head dimension {n}"))
+        for n in self.sizes:
+            of, additive = f"head dimension {n}", f"additive, {n}"
+            works.append(Effect(of, results.values(additive, ACCURACY)))
+            differs.append(Effect(of, [abs(x) for x in results.differences(additive, f"scaled dot, {n}", ACCURACY)]))
+            plain_minus.append(minus(results, f"dot, {n}", additive, ACCURACY, of))
         largest = self.sizes[-1]
         scale = minus(results, f"scaled dot, {largest}", f"dot, {largest}", ACCURACY)
         return {"C257": works, "C261": differs, "C332": plain_minus, "C337": [scale]}
@@ -180,23 +156,22 @@ class LinearAttention(Experiment):
     seeds = 20
     criteria = (
         Criterion("C298", DATED, "Share of values that a head of 16 dimensions finds among 48 pairs, with softmax "
-                  "minus with linear attention", LEAST),
+                  "minus with linear attention", LEAST,
+                  remark="Means: {measured.accuracy} (linear: φ = elu + 1). Its sum of 16 × 64 numbers must hold all "
+                         "pairs."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C298": "Means: {measured.accuracy} (linear: φ = elu + 1). Its sum of 16 × 64 numbers must hold all pairs."
+    kinds: Mapping[str, tuple[Callable[[Any], Score], Normalizer | None]] = {
+        "softmax": (lambda _: Dot(), None),
+        "linear": (lambda _: Features(elu_plus_one), Identity("sum")),
     }
-    size = 16
-    lengths = (4, 48)
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
-        found = {}
-        for keys in self.lengths:
-            for name in ("softmax", "linear"):
-                torch.manual_seed(seed)
-                score = (lambda _: Dot()) if name == "softmax" else (lambda _: Features(elu_plus_one))
-                model = Lookup(self.size, score, None if name == "softmax" else Identity("sum"))
-                found[f"{name}, {keys} pairs"] = learn(model, seed, keys=keys, steps=3 if quick else 600)
-        return found
+        steps = 3 if quick else 600
+        return {
+            f"{name}, {keys} pairs": looked_up(seed, keys, steps, 16, *kind)
+            for keys in (4, 48)
+            for name, kind in self.kinds.items()
+        }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """By the longest list: what is less expressive fails there first."""
@@ -211,22 +186,20 @@ class HardAttention(Experiment):
     seeds = 20
     criteria = (
         Criterion("C365", DATED, "Share of values that hard attention finds when trained without reinforcement "
-                  "learning, in the better of two ways", RIGHT, above=False),
+                  "learning, in the better of two ways", RIGHT, above=False,
+                  remark="Means: {measured.accuracy}; guessing one of 4 would be 0.25."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {"C365": "Means: {measured.accuracy}; guessing one of 4 would be 0.25."}
-    ways: Mapping[str, Callable[[Lookup, Asked, Tensor], Tensor]] = {
+    losses: Mapping[str, Callable[..., Tensor] | None] = {
         "plain backpropagation": plain,
-        "straight-through": straight_through,
+        "straight-through": None,  # the cross-entropy, with the gradient of `Hard`: that of softmax
         "REINFORCE": reinforce,
     }
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
-        found = {}
-        for name, loss in self.ways.items():
-            torch.manual_seed(seed)
-            model = Lookup(32, lambda _: Dot(), Hard())
-            found[name] = learn(model, seed, keys=4, steps=3 if quick else 1000, loss=loss)
-        return found
+        steps = 3 if quick else 1000
+        return {
+            name: looked_up(seed, 4, steps, 32, lambda _: Dot(), Hard(), loss) for name, loss in self.losses.items()
+        }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """The claim fails if a way without rewards learns the task."""
@@ -247,11 +220,9 @@ class Pronouns(Experiment):
     seeds = 40
     criteria = (
         Criterion("C006", DATED, "Share of sentences in which the head with the largest weight on the antecedent gives "
-                  "it more than the other noun", PICKS),
+                  "it more than the other noun", PICKS,
+                  remark="Share of sentences in which the right noun is named: {evaluation.accuracy}."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C006": "Share of sentences in which the right noun is named: {evaluation.accuracy}."
-    }
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         return {READER: setting(Coreference(), seed, quick)}
@@ -268,11 +239,9 @@ class Depth(Experiment):
     name = "hops"
     question = "Does depth allow reasoning in several hops?"
     criteria = (
-        Criterion("C059", DATED, "Share of positions right after 4 hops, with 3 layers minus with 1 layer", LEAST),
-    )
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C059": "Means: {evaluation.accuracy}; naming its own position would be right in 0.38 of the cases."
-    }
+        Criterion("C059", DATED, "Share of positions right after 4 hops, with 3 layers minus with 1 layer", LEAST,
+                  remark="Means: {evaluation.accuracy}; naming its own position would be right in 0.38 of the cases."),
+    )  # fmt: skip
     depths = (1, 2, 3)
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -318,14 +287,12 @@ class NextColour(nn.Module):
         return out
 
     @classmethod
-    def tokens(
-        cls, generator: np.random.Generator, size: int
-    ) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"], Int[Tensor, "b n"]]:
+    def questions(cls, size: int, generator: np.random.Generator) -> Questions:
         """All symbols in random order, with random colours; and the colour that each token asks for."""
         symbols = torch.from_numpy(np.argsort(generator.random((size, cls.symbols)), 1))
         colours = torch.from_numpy(generator.integers(cls.symbols, size=(size, cls.symbols)))
         where = symbols.argsort(1).gather(1, (symbols + 1) % cls.symbols)
-        return symbols, colours, colours.gather(1, where)
+        return (symbols, colours), colours.gather(1, where)
 
 
 class Projections(Experiment):
@@ -336,28 +303,19 @@ class Projections(Experiment):
     seeds = 20
     criteria = (
         Criterion("C009", DATED, "Share of tokens that find the colour of the next symbol, with separate W_Q, W_K and "
-                  "W_V minus with X itself in all three places", LEAST),
+                  "W_V minus with X itself in all three places", LEAST,
+                  remark="Means: {measured.accuracy}; by chance 0.08. With W_Q = W_K no relation has a direction."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C009": "Means: {measured.accuracy}; by chance 0.08. With W_Q = W_K no relation has a direction."
-    }
     variants: ClassVar[Mapping[str, int]] = {"three": 3, "one for all": 1, "X itself": 0}
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
+        training = Training(steps=3 if quick else 500, warmup=20, weight_decay=0.0)
+        tests = NextColour.questions(500, np.random.default_rng([9, seed]))
         found = {}
         for name, projections in self.variants.items():
             torch.manual_seed(seed)
-            generator, model = np.random.default_rng(seed), NextColour(projections)
-
-            def loss(_: int, model: NextColour = model, generator: np.random.Generator = generator) -> Tensor:
-                symbols, colours, answer = model.tokens(generator, 64)
-                return nn.functional.cross_entropy(model(symbols, colours).flatten(0, 1), answer.flatten())
-
-            fit(model, loss, replace(Training(), steps=3 if quick else 500, warmup=20, weight_decay=0.0))
-            symbols, colours, answer = model.tokens(np.random.default_rng([9, seed]), 500)
-            with torch.no_grad():
-                right = (model(symbols, colours).argmax(-1) == answer).double().mean().item()
-            found[name] = {"accuracy": right}
+            model, generator = NextColour(projections), np.random.default_rng(seed)
+            found[name] = learn(model, partial(model.questions, 64, generator), tests, training)
         return found
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:

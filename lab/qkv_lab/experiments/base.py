@@ -30,16 +30,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Conclusion:
-    """The verdicts of an experiment, with a title for its figure and a summary."""
-
-    verdicts: Sequence[Verdict]
-    title: str
-    """The title of the figure: the question, or the finding in one sentence."""
-    paragraph: str
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The measurements of one run."""
 
@@ -123,6 +113,10 @@ class Results:
         """The runs of a variant that did not diverge; empty if there is no such variant."""
         return [outcome for outcome in self.variants.get(variant, ()) if outcome.diverged is None]
 
+    def rows(self, variant: str, name: str) -> np.ndarray:
+        """The entry of each run, by its dotted name: an array (seeds, …)."""
+        return np.array([value_of(outcome, name) for outcome in self.finished(variant)], float)
+
     def curve(self, variant: str, name: str) -> tuple[list[int], np.ndarray]:
         """The steps of a curve, and its values as an array (seeds, steps, …)."""
         found = [outcome.curves[name] for outcome in self.finished(variant)]
@@ -170,7 +164,7 @@ class Experiment(ABC):
     ...     def effects(self, results):
     ...         return {"C1": [Effect("", results.values("coin", "measured.heads"))]}
     >>> shares = [Outcome(seed, measured=Coins().compute(seed, False)["coin"]) for seed in range(20)]
-    >>> Coins().conclude(Results({"coin": shares})).verdicts[0].holds
+    >>> Coins().conclude(Results({"coin": shares}))[0].holds
     'undecided'
     """
 
@@ -182,9 +176,7 @@ class Experiment(ABC):
     """The numbers of the claims that it decides, by default those of the `criteria`."""
     curves: ClassVar[tuple[str, ...]] = ()
     """The metrics to keep as curves over steps, by dotted name: ``loss``, ``check.sink``."""
-    remarks: ClassVar[Mapping[str, str]] = {}
-    """For some claims: a sentence to put after those of the verdict. ``{check.sink}`` becomes the mean of this entry in
-    every variant that has it, ``{check.sink of plain}`` that in one variant. Without a number there is no sentence."""
+
     seeds: ClassVar[int] = 10
     """The number of runs of each variant, fixed before the runs."""
 
@@ -213,23 +205,26 @@ class Experiment(ABC):
         """Numbers over an axis for the figure, such as steps or positions; None if the effects say everything."""
         return None
 
-    def conclude(self, results: Results) -> Conclusion:
-        """The verdicts and their summary. They depend on the numbers alone, by the `criteria`."""
+    def conclude(self, results: Results) -> list[Verdict]:
+        """The verdicts. They depend on the numbers alone, by the `criteria`."""
         effects = self.effects(results)
-        verdicts = []
-        for criterion in self.criteria:
-            claim = criterion.claim
-            remark = self.remarks.get(claim, "")
-            means = {name: means_of(results, name) for name in re.findall(r"{([^}]+)}", remark)}
-            remark = re.sub(r"{([^}]+)}", lambda name: means[name[1]], remark) if all(means.values()) else ""  # noqa: B023
-            verdicts.append(judge(criterion, effects[claim], results.level, remark, results.unit))
-        return Conclusion(verdicts, self.question, " ".join(v.text for v in verdicts))
+        return [
+            judge(one, effects[one.claim], results.level, with_means(results, one.remark), results.unit)
+            for one in self.criteria
+        ]
 
     def figure(self, results: Results) -> Figure:
-        """The seeds, interval and bound of every effect under the title of the conclusion, and the `lines`."""
+        """The seeds, interval and bound of every effect under the question, and the `lines`."""
         from qkv_lab.experiments.draw import intervals_figure
 
-        return intervals_figure(self.conclude(results), results, self.effects(results), self.lines(results))
+        verdicts, effects = self.conclude(results), self.effects(results)
+        return intervals_figure(self.question, verdicts, results, effects, self.lines(results))
+
+
+def with_means(results: Results, remark: str) -> str:
+    """The remark with the means of the entries that it names in braces; empty if one has no number."""
+    means = {name: means_of(results, name) for name in re.findall(r"{([^}]+)}", remark)}
+    return re.sub(r"{([^}]+)}", lambda name: means[name[1]], remark) if all(means.values()) else ""
 
 
 def means_of(results: Results, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab import heads, settings
 from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
-from qkv_lab.experiments.small import LEAST, fit, minus
-from qkv_lab.experiments.streaming import DATED
+from qkv_lab.experiments.small import DATED, LEAST, fit, minus, setting
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.sequences import MIRRORS, Recall, Reversal
 from qkv_lab.tasks.translation import Translation
@@ -26,9 +25,10 @@ NONE, BAHDANAU = "rnn", "bahdanau"
 LONGEST = 20  # most words in a source sentence
 STEPS = {"rnn": 4000, "bahdanau": 1400, "luong": 1400, "luong-local": 1000, "transformer": 1400}
 OTHERS = 3  # seeds of the architectures that no claim is about
-LEAST_DIFFERENCE = 0.05  # smaller differences of accuracy do not count as an effect
+
 SHORT = 0.8  # the accuracy on the shortest sentences from which the vector counts as adequate
 BOTTLENECK_ACCURACY = 0.7  # least accuracy of links
+BY_LENGTH = "evaluation.exact_match_by_length"
 LINKS = "Share of words on a true counterpart of which Bahdanau's attention has its largest weight"
 LABELS = {"rnn": "no attention", "bahdanau": "Bahdanau", "luong": "Luong, global", "luong-local": "Luong, local",
           "transformer": "Transformer"}  # fmt: skip
@@ -42,14 +42,13 @@ class Bottleneck(Experiment):
     criteria = (
         Criterion("C001", DATED, "Share of sentences translated exactly without attention: of the shortest, and of the "
                   "shortest minus the longest", SHORT, parts=True),
-        Criterion("C325", DATED, LINKS, BOTTLENECK_ACCURACY),
+        Criterion("C325", DATED, LINKS, BOTTLENECK_ACCURACY,
+                  remark="With uniform weights it would be about 0.11. Alignment error rates, best head: "
+                         "{check.best_aer}."),
         Criterion("C326", DATED, f"{LINKS}, trained on sentence pairs alone", BOTTLENECK_ACCURACY),
         Criterion("C370", DATED, "Gain in exact translations from Bahdanau's attention on the longest sentences minus "
-                  "that on the shortest", LEAST_DIFFERENCE),
+                  "that on the shortest", LEAST),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C325": "With uniform weights it would be about 0.11. Alignment error rates, best head: {check.best_aer}."
-    }
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One run per architecture. The models without attention have the most steps, which are the cheapest.
@@ -60,32 +59,27 @@ class Bottleneck(Experiment):
         return {name: _setting(name, seed, quick) for name in names}
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        none, with_it = (by_length(results, name) for name in (NONE, BAHDANAU))
+        none, with_it = (results.rows(name, BY_LENGTH) for name in (NONE, BAHDANAU))
         seeds = min(len(none), len(with_it))
         gain = with_it[:seeds] - none[:seeds]
         aligned = [Effect("", results.values(BAHDANAU, "check.best_accuracy"))]
         return {
             "C001": [
                 Effect("the shortest", none[:, 0].tolist()),
-                Effect("the difference", (none[:, 0] - none[:, -1]).tolist(), bound=LEAST_DIFFERENCE),
+                Effect("the difference", (none[:, 0] - none[:, -1]).tolist(), bound=LEAST),
             ],
             "C325": aligned,
             "C326": aligned,
             "C370": [
-                Effect("a gain on the longest", gain[:, -1].tolist(), bound=LEAST_DIFFERENCE, premise=True),
+                Effect("a gain on the longest", gain[:, -1].tolist(), bound=LEAST, premise=True),
                 Effect("", (gain[:, -1] - gain[:, 0]).tolist()),
             ],
         }
 
     def lines(self, results: Results) -> Lines:
         names = [name for name in results.variants if results.finished(name)]
-        found = {LABELS[name]: by_length(results, name) for name in names}
+        found = {LABELS[name]: results.rows(name, BY_LENGTH) for name in names}
         return Lines(_task(NONE).groups, found, "words of the source", "exact match")
-
-
-def by_length(results: Results, variant: str, entry: str = "exact_match") -> np.ndarray:
-    """A metric by seed and length of the source, (seeds, groups)."""
-    return np.array([o.evaluation[f"{entry}_by_length"] for o in results.finished(variant)], float)
 
 
 def _task(name: str) -> Translation:
@@ -93,14 +87,12 @@ def _task(name: str) -> Translation:
 
 
 def _setting(name: str, seed: int, quick: bool) -> Setting:
-    settings: dict[str, Any] = {"seed": seed, "evaluate_every": 5000, "save_every": 500, "steps": STEPS[name]}
-    if quick:
-        settings |= {"steps": 4, "batch": 8, "warmup": 2}
     task = replace(_task(name), d_model=32, held_out=8) if quick else _task(name)
-    return Setting(task, replace(Translation.training(), **settings))
+    return setting(task, seed, quick, steps=STEPS[name], evaluate_every=5000, save_every=500)
 
 
 RECURRENCE_ACCURACY = "measured.accuracy"
+MEAN_ACCURACIES = "Mean accuracies: {measured.accuracy}."
 RIGHT = 0.9
 """A model can do a task if this share of its predictions is right."""
 DISTANCES = (3, 7, 15, 31, 63)
@@ -130,22 +122,22 @@ class RecurrentLM(nn.Module):
         return nn.functional.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
 
 
-def on_recall(task: Recall, model: nn.Module, seed: int, training: Training) -> dict[str, float]:
+def on_recall(task: Recall, model: nn.Module, seed: int, training: Training) -> Measured:
     """Train on batches of the task; the accuracy on its held-out sequences."""
     fit(model, lambda step: task.loss(model, task.batch(step, training.batch, seed)), training)
     with torch.no_grad():
         return {"accuracy": float(task.evaluate(model)["accuracy"]), "parameters": float(_count(model))}
 
 
-def on_parity(model: nn.Module, seed: int, training: Training) -> dict[str, float]:
+def on_parity(model: nn.Module, seed: int, training: Training) -> Measured:
     """Train to say after each bit whether the number of ones so far is odd; the accuracy on new bits."""
 
-    def bits(step: int, size: int) -> tuple[Tensor, Tensor]:
+    def bits(step: int, size: int = training.batch) -> tuple[Tensor, Tensor]:
         found = torch.from_numpy(np.random.default_rng((seed, step)).integers(0, 2, (size, BITS)))
         return found, found.cumsum(1) % 2
 
     def loss(step: int) -> Tensor:
-        ids, odd = bits(step, training.batch)
+        ids, odd = bits(step)
         return nn.functional.cross_entropy(model(ids).flatten(0, 1), odd.flatten())
 
     fit(model, loss, training)
@@ -164,10 +156,10 @@ class Recurrence(Experiment):
         Criterion("C146", DATED, f"Recall of symbols {FAR} tokens back: accuracy with attention, and that minus the "
                   "accuracy of a tanh RNN", RIGHT, parts=True),
         Criterion("C291", DATED, "Accuracy with attention minus that of a GRU after as many steps (300), on sequences "
-                  "of at most 68 tokens", LEAST),
-        Criterion("C373", DATED, "Accuracy with attention minus that of a GRU after as many steps (300)", -LEAST),
+                  "of at most 68 tokens", LEAST, remark=MEAN_ACCURACIES),
+        Criterion("C373", DATED, "Accuracy with attention minus that of a GRU after as many steps (300)", -LEAST,
+                  remark=MEAN_ACCURACIES),
     )  # fmt: skip
-    remarks = dict.fromkeys(("C291", "C373"), "Mean accuracies: {measured.accuracy}.")
     tasks: Mapping[str, str] = {
         "recall": "recall of 8 symbols",
         "far": f"recall over {FAR} tokens",
@@ -209,7 +201,7 @@ class Recurrence(Experiment):
 
     def lines(self, results: Results) -> Lines:
         """The accuracy of recall by distance."""
-        by_kind = {kind: [o.measured["by_distance"] for o in results.finished(f"{kind}, far")] for kind in KINDS}
+        by_kind = {kind: results.rows(f"{kind}, far", "measured.by_distance") for kind in KINDS}
         return Lines(DISTANCES, by_kind, "distance of the recalled symbols, in tokens", "accuracy of recall", log=True)
 
 
@@ -249,23 +241,22 @@ class Lesson(Experiment):
         Criterion("C214", DATED, "Share of symbols that the model writes correctly on new sequences after 4,000 steps",
                   0.95),
         Criterion("C215", DATED, "Share of the answering queries whose strongest key is the mirrored position, in the "
-                  "head with the largest", PATTERN),
+                  "head with the largest", PATTERN,
+                  remark="Mean number of heads, of 8, that do this at 90 % of the queries: "
+                         "{measured.mirrors of the lesson's model}."),
         Criterion("C220", DATED, "Share of the queries after the separator whose strongest key is the separator or "
-                  "the token before, in the head with the largest", HALF),
+                  "the token before, in the head with the largest", HALF,
+                  remark="Mean number of heads, of 8, that attend to the mirrored position: "
+                         "{measured.mirrors of the lesson's model}."),
         Criterion("C221", DATED, "Mean distance (tokens) to which the first layer attends minus that of even weights",
                   0.0, above=False),
         Criterion("C223", DATED, "Share of the answering queries whose strongest key is the mirrored position, in the "
                   "head with the largest", PATTERN),
         Criterion("C224", DATED, "Loss of accuracy when heads with the mirrored position as strongest key are "
-                  "ablated", HALF),
+                  "ablated", HALF,
+                  remark="Chance is 0.07; accuracy without all such heads: "
+                         "{check.without_mirrors of the lesson's model}."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C215": "Mean number of heads, of 8, that do this at 90 % of the queries: "
-                "{measured.mirrors of the lesson's model}.",
-        "C220": "Mean number of heads, of 8, that attend to the mirrored position: "
-                "{measured.mirrors of the lesson's model}.",
-        "C224": "Chance is 0.07; accuracy without all such heads: {check.without_mirrors of the lesson's model}.",
-    }  # fmt: skip
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """The configuration `lesson` of the package, `qkv train --config lesson`."""

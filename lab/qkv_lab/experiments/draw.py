@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from qkv_lab.experiments.base import Conclusion, Lines, Results
+    from qkv_lab.experiments.base import Lines, Results
 
 
 WIDTH = 7.2
@@ -24,7 +24,11 @@ Row = tuple[Interval, list[float]]
 
 
 def intervals_figure(
-    found: Conclusion, results: Results, effects: Mapping[str, Sequence[Effect]], lines: Lines | None = None
+    title: str,
+    verdicts: Sequence[Verdict],
+    results: Results,
+    effects: Mapping[str, Sequence[Effect]],
+    lines: Lines | None = None,
 ) -> Figure:
     """One row per effect: a dot for every seed, the mean, its interval, and the bound that it must clear.
 
@@ -35,7 +39,7 @@ def intervals_figure(
     from qkv_lab import draw
 
     claims: list[tuple[list[Verdict], list[Row]]] = []
-    for verdict in found.verdicts:
+    for verdict in verdicts:
         rows = _rows(verdict, effects)
         same = [of for of, drawn in claims if drawn == rows and of[0].holds == verdict.holds]
         if same:
@@ -49,8 +53,8 @@ def intervals_figure(
         f"Dots: {results.unit}s. Point and bar: their mean and its {100 * results.level:.3g} % confidence interval. "
         "The arrow points from the bound to where the claim holds. "
     ) * bool(count)
-    note = f"{_outcomes(found.verdicts)} {note}{results.note}"
-    figure, panels = draw.panels(found.title, note, ratios=ratios, width=WIDTH, height=height)
+    note = f"{_outcomes(verdicts)} {note}{results.note}"
+    figure, panels = draw.panels(title, note, ratios=ratios, width=WIDTH, height=height)
     free = iter(panels)
     if lines is not None:
         _draw_lines(next(free), lines)

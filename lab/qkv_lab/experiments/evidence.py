@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from qkv.profiler.data.frames import confidence
 
@@ -39,6 +39,9 @@ class Criterion:
     parts: bool = False
     """What several effects are: parts of the claim, of which each must hold, or (by default) conditions of a claim that
     is said to hold under all of them, such as models or sizes."""
+    remark: str = ""
+    """A sentence to put after those of the verdict. ``{check.sink}`` becomes the mean of this entry in every variant
+    that has it, ``{check.sink of plain}`` that in one variant. Without a number there is no sentence."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,13 @@ class Verdict:
     """The numbers and the criterion."""
     intervals: tuple[Interval, ...] = ()
     criterion: Criterion | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entries of a file; the remark of the criterion is in the text."""
+        found = asdict(self)
+        if found["criterion"]:
+            del found["criterion"]["remark"]
+        return found
 
 
 def judge(

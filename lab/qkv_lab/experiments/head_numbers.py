@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from functools import partial
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 
 from qkv.models import DecoderConfig
 from qkv.nn import FeedForward, MultiHeadAttention
 from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
-from qkv_lab.experiments.small import LEAST, fit, minus, setting
-from qkv_lab.experiments.streaming import DATED
+from qkv_lab.experiments.small import DATED, LEAST, Questions, learn, minus, setting
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.language import Language
 from qkv_lab.tasks.relations import Lookups
@@ -31,12 +29,10 @@ class TwoLookups(Experiment):
     seeds = 20
     criteria = (
         Criterion("C031", DATED, "Share of positions with both symbols correct, with two heads minus with one of the "
-                  "same total width", LEAST),
+                  "same total width", LEAST,
+                  remark="Means: {evaluation.accuracy}. Largest mean weight of a head on the symbol 1 back: "
+                         "{check.best_first}; 4 back: {check.best_second}."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C031": "Means: {evaluation.accuracy}. Largest mean weight of a head on the symbol 1 back: {check.best_first}; "
-                "4 back: {check.best_second}.",
-    }  # fmt: skip
     kinds: Mapping[str, int | None] = {"without a feed-forward layer": 1, "with a feed-forward layer": None}
     """The number of hidden units: a single one is next to no feed-forward layer."""
 
@@ -91,9 +87,7 @@ class FourQuestions(nn.Module):
         return out
 
     @classmethod
-    def questions(
-        cls, size: int, generator: torch.Generator
-    ) -> tuple[tuple[Int[Tensor, "b slots"], Int[Tensor, "b pairs"], Int[Tensor, "b pairs"]], Int[Tensor, "b slots"]]:
+    def questions(cls, size: int, generator: torch.Generator) -> Questions:
         """Four of the keys, all keys, all values; and the four values."""
         keys = torch.rand(size, cls.symbols, generator=generator).argsort(1)[:, : cls.pairs]
         values = torch.randint(cls.values, (size, cls.pairs), generator=generator)
@@ -109,26 +103,18 @@ class FourLookups(Experiment):
     seeds = 20
     criteria = (
         Criterion("C324", DATED, "Share of the values of four keys that one query finds at once, with eight heads "
-                  "minus with one of the same total width", LEAST),
+                  "minus with one of the same total width", LEAST, remark="Means: {measured.accuracy}."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {"C324": "Means: {measured.accuracy}."}
-    heads = (8, 1)
+    heads: Mapping[str, int] = {"8 heads": 8, "1 head": 1}
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
+        training = Training(steps=3 if quick else 1000, warmup=20, weight_decay=0.0)
+        tests = FourQuestions.questions(1000, torch.Generator().manual_seed(10_000 + seed))
         found = {}
-        for heads in self.heads:
+        for name, heads in self.heads.items():
             torch.manual_seed(seed)
             model, generator = FourQuestions(heads), torch.Generator().manual_seed(seed)
-
-            def loss(_: int, model: FourQuestions = model, generator: torch.Generator = generator) -> Tensor:
-                given, answer = model.questions(64, generator)
-                return nn.functional.cross_entropy(model(*given).flatten(0, 1), answer.flatten())
-
-            fit(model, loss, Training(steps=3 if quick else 1000, warmup=20, weight_decay=0.0))
-            given, answer = model.questions(1000, torch.Generator().manual_seed(10_000 + seed))
-            with torch.no_grad():
-                right = (model(*given).argmax(-1) == answer).double().mean().item()
-            found[f"{heads} heads" if heads > 1 else "1 head"] = {"accuracy": right}
+            found[name] = learn(model, partial(model.questions, 64, generator), tests, training)
         return found
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
@@ -144,12 +130,10 @@ class SharedKeys(Experiment):
     seeds = 20
     criteria = (
         Criterion("C308", DATED, "Held-out loss (nats per byte) of multi-query minus multi-head, multi-query minus "
-                  "grouped-query, and grouped-query minus multi-head attention", 0.0, parts=True),
+                  "grouped-query, and grouped-query minus multi-head attention", 0.0, parts=True,
+                  remark="Mean losses: {evaluation.loss}; of a bigram model: {evaluation.bigram_loss of multi-head}. "
+                         "Models of two layers and 64 dimensions only."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C308": "Mean losses: {evaluation.loss}; of a bigram model: {evaluation.bigram_loss of multi-head}. "
-                "Models of two layers and 64 dimensions only.",
-    }  # fmt: skip
     key_heads: Mapping[str, int] = {"multi-head": 8, "grouped-query": 2, "multi-query": 1}
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -164,11 +148,6 @@ class SharedKeys(Experiment):
         return runs
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        loss = "evaluation.loss"
-        return {
-            "C308": [
-                minus(results, "multi-query", "multi-head", loss, "multi-query minus multi-head"),
-                minus(results, "multi-query", "grouped-query", loss, "multi-query minus grouped-query"),
-                minus(results, "grouped-query", "multi-head", loss, "grouped-query minus multi-head"),
-            ]
-        }
+        most, some, one = self.key_heads
+        pairs = ((one, most), (one, some), (some, most))
+        return {"C308": [minus(results, a, b, "evaluation.loss", f"{a} minus {b}") for a, b in pairs]}

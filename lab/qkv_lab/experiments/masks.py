@@ -13,10 +13,10 @@ from torch import nn
 import qkv
 from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab import heads
+from qkv_lab.experiments import small
 from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
-from qkv_lab.experiments.small import LEAST, fit, minus, setting, unlearnt
-from qkv_lab.experiments.streaming import DATED, PLAIN, SINK, Change, Sweep, argmax_head, decoder_and_task, not_learnt
+from qkv_lab.experiments.small import DATED, LEAST, PLAIN, SINK, Change, Sweep, fit, minus, setting, unlearnt
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.language import Language
 from qkv_lab.tasks.relations import Lookups
@@ -40,18 +40,16 @@ class NoMask(Experiment):
     question = "What happens without a causal mask, and must the diagonal stay open?"
     criteria = (
         Criterion("C158", DATED, "Without the causal mask: rise of the loss in nats when only earlier tokens are read "
-                  "(text), loss of accuracy of what the model writes (copying, reversal)", LEAST),
+                  "(text), loss of accuracy of what the model writes (copying, reversal)", LEAST,
+                  remark="Mean losses when only earlier tokens are read: {measured.writing_loss}. Accuracy of what is "
+                         "written: {evaluation.token_accuracy}."),
         Criterion("C199", DATED, "Loss (nats per byte) with the query's own key masked minus that with it visible",
                   LEAST),
         Criterion("C200", DATED, "Without the causal mask, loss in nats of a text when only earlier tokens are read "
-                  "minus that of token frequencies, and accuracy above chance of what is written", 0.0),
+                  "minus that of token frequencies, and accuracy above chance of what is written", 0.0,
+                  remark="Mean losses in training: {measured.training_loss}. Accuracy of what is written: "
+                         "{evaluation.token_accuracy}."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C158": "Mean losses when only earlier tokens are read: {measured.writing_loss}. Accuracy of what is written: "
-                "{evaluation.token_accuracy}.",
-        "C200": "Mean losses in training: {measured.training_loss}. Accuracy of what is written: "
-                "{evaluation.token_accuracy}.",
-    }  # fmt: skip
     steps: Mapping[str, int] = {"text": 700, "copying": 300, "reversal": 300}
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -126,6 +124,7 @@ OTHERS = 3
 TRAINED, LONGEST = 32, 128
 RISE = 0.1
 """A loss that rises by more than this (nats per byte) has not generalised."""
+MEAN_LOSS = "Mean loss of the stretch of positions with the largest: {evaluation.loss_by_place}."
 
 
 class Extrapolation(Experiment):
@@ -136,13 +135,10 @@ class Extrapolation(Experiment):
     seeds = 20
     criteria = (
         Criterion("C227", DATED, f"Loss (nats per byte) with sinusoidal positions at positions 65–{LONGEST} minus that "
-                  f"at 17–{TRAINED}", RISE, above=False),
+                  f"at 17–{TRAINED}", RISE, above=False, remark=MEAN_LOSS),
         Criterion("C228", DATED, "Rise of the loss (nats per byte) beyond the trained length, with absolute positions "
-                  "minus with rotary ones", 0.0),
+                  "minus with rotary ones", 0.0, remark=MEAN_LOSS),
     )  # fmt: skip
-    remarks = dict.fromkeys(
-        ("C227", "C228"), "Mean loss of the stretch of positions with the largest: {evaluation.loss_by_place}."
-    )
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One model for each position scheme; those that no claim is about have 3 seeds."""
@@ -163,7 +159,7 @@ class Extrapolation(Experiment):
 
     def lines(self, results: Results) -> Lines:
         """The loss within the length of training, up to twice, and up to four times as far."""
-        found = {name: np.array([o.evaluation["loss_by_place"] for o in results.finished(name)]) for name in SCHEMES}
+        found = {name: results.rows(name, "evaluation.loss_by_place") for name in SCHEMES}
         return Lines((TRAINED, 2 * TRAINED, LONGEST), found, "positions up to", "loss, nats per byte")
 
 
@@ -179,15 +175,13 @@ class RelativePositions(Experiment):
     question = 'Is "attend to the word two before" easier to learn, or to carry over, with relative positions?'
     criteria = (
         Criterion("C374", DATED, "Accuracy in finding the symbol two before, with relative positions (T5, rotary) "
-                  "minus with absolute ones (learned, sinusoidal)", LEAST),
+                  "minus with absolute ones (learned, sinusoidal)", LEAST,
+                  remark="Mean accuracies beyond the trained positions: {evaluation.longer_accuracy}."),
     )  # fmt: skip
     curves = ("evaluation.accuracy",)
     kinds: Mapping[str, tuple[str, str]] = {"relative": ("t5", "rotary"), "absolute": ("learned", "sinusoidal")}
     length, longest = 16, 64
     seeds = 20
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C374": "Mean accuracies beyond the trained positions: {evaluation.longer_accuracy}."
-    }
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         runs = {}
@@ -228,7 +222,7 @@ LEAST_QUERIES = 4  # keys that are visible to fewer queries are left out: their 
 class MaskSweep(Sweep):
     """A sweep over masks that measures the mean weight on every key."""
 
-    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+    def measure(self, model: Any, setting: Setting) -> Measured:
         """Weights of the head with the largest mean weight on a single key, over the queries after the prefix.
 
         ``by_key``: mean weight on each key, over the queries to which it is visible. ``first``: the same for the first
@@ -236,7 +230,7 @@ class MaskSweep(Sweep):
         ``oldest``: mean weight on the oldest key in the window, over the queries to which the first key is not visible;
         0 if there are none.
         """
-        model, task = decoder_and_task(model, setting)
+        task: Any = setting.task
         config = task.model
         w = heads.maps(model, task.held_out(TEXTS)["ids"])
         n = w.shape[-1]
@@ -245,7 +239,7 @@ class MaskSweep(Sweep):
         mass = w.mean(0)
         by_key = (mass * visible).sum(-2) / np.maximum(visible.sum(0), 1)
         by_key = by_key[..., visible.sum(0) >= LEAST_QUERIES]
-        layer, head = argmax_head(by_key.max(-1))
+        layer, head = small.argmax_head(by_key.max(-1))
         own, late = mass[layer, head], range(config.window or n, n)
         inside = own[max(config.prefix, 1) :, : config.prefix].mean(0) if config.prefix else np.zeros(1)
         return {
@@ -257,7 +251,7 @@ class MaskSweep(Sweep):
         }
 
     def lines(self, results: Results) -> Lines:
-        found = {v: np.array([o.measured["by_key"] for o in results.finished(v)]) for v in results.variants}
+        found = {v: results.rows(v, "measured.by_key") for v in results.variants}
         n = max(x.shape[-1] for x in found.values())
         return Lines(range(1, n + 1), found, "key", "mean weight of queries that see it", log=True)
 
@@ -270,12 +264,10 @@ class PrefixMask(MaskSweep):
     seeds = 20
     criteria = (
         Criterion("C083", DATED, "Weight of the strongest head, by queries after the prefix, on all other keys of the "
-                  "prefix minus that on its first key", 0.0),
+                  "prefix minus that on its first key", 0.0,
+                  remark="Weights on the first key: {measured.prefix_first}; on the others of the prefix: "
+                         "{measured.prefix_rest}."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C083": "Weights on the first key: {measured.prefix_first}; on the others of the prefix: "
-                "{measured.prefix_rest}.",
-    }  # fmt: skip
     variants: ClassVar[Mapping[str, Change]] = {
         PLAIN: Change(),
         **{f"prefix {n}": Change(model={"prefix": n}) for n in PREFIX},
@@ -296,11 +288,9 @@ class WindowMask(MaskSweep):
     seeds = 20
     criteria = (
         Criterion("C084", DATED, "Weight of the strongest head on the first token of the text, by queries that see it, "
-                  "minus that on the oldest key of the window, by all others", 0.1),
+                  "minus that on the oldest key of the window, by all others", 0.1,
+                  remark="Weights on the first key: {measured.first}; on the oldest of the window: {measured.oldest}."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C084": "Weights on the first key: {measured.first}; on the oldest of the window: {measured.oldest}."
-    }
     variants: ClassVar[Mapping[str, Change]] = {
         PLAIN: Change(),
         **{f"window {n}": Change(model={"window": n}) for n in WINDOWS},
@@ -314,15 +304,9 @@ class WindowMask(MaskSweep):
 
 def _moved(results: Results, variant: str, a: str, b: str, *, sum_of: bool = False) -> Effect:
     """The effect of the weight on one key minus that on another; it counts if one of them, or their sum, is a sink."""
-    found = difference_of(results, variant, a, b)
-    one, other = (np.array(results.values(variant, f"measured.{x}")) for x in (a, b))
-    most = one + other if sum_of else np.maximum(one, other)
-    if not found.unless and len(most) and most.mean() <= SINK:
-        return replace(found, unless=f"no sink: {most.mean():.2f}")
-    return found
-
-
-def difference_of(results: Results, variant: str, a: str, b: str) -> Effect:
-    """The effect of one measurement of a variant minus another."""
     one, other = (results.by_seed(variant, f"measured.{x}") for x in (a, b))
-    return Effect(variant, list(one - other), unless=not_learnt(results, variant))
+    most = one + other if sum_of else np.maximum(one, other)
+    why = small.not_learnt(results, variant)
+    if not why and len(most) and most.mean() <= SINK:
+        why = f"no sink: {most.mean():.2f}"
+    return Effect(variant, list(one - other), unless=why)

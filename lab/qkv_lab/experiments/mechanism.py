@@ -18,20 +18,10 @@ from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.capture.residual import TIMES_MEDIAN, attention_modules, observe_residual
 from qkv_lab import heads
-from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
+from qkv_lab.experiments import small
+from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
-from qkv_lab.experiments.small import setting
-from qkv_lab.experiments.streaming import (
-    DATED,
-    SINK,
-    Change,
-    Sweep,
-    argmax_head,
-    at_strongest_head,
-    decoder_and_task,
-    has_sink,
-    not_learnt,
-)
+from qkv_lab.experiments.small import DATED, SINK, Change, Sweep, has_sink, not_learnt, setting
 from qkv_lab.task import Measured
 from qkv_lab.tasks.backcopy import Backcopy
 
@@ -62,7 +52,7 @@ class Mechanism(Sweep):
     )  # fmt: skip
     variants: ClassVar[Mapping[str, Change]] = {ONE: Change(), THREE: Change(model={"layers": 3})}
 
-    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+    def measure(self, model: Any, setting: Setting) -> Measured:
         """Measurements in the layer of the strongest head.
 
         ``nearest``: share of queries, from the third on, whose cosine with the first key is larger than with any other
@@ -70,11 +60,10 @@ class Mechanism(Sweep):
         of earlier layers; ``without_peaks``: the head's weight on the first token when they have the values of the
         embedding there.
         """
-        model, task = decoder_and_task(model, setting)
+        task: Any = setting.task
         ids = task.held_out(TEXTS)["ids"]
         first = heads.weights(model, ids)["first"]
-        layer, head = argmax_head(first[..., 1:].mean((0, 3)))
-        block = model.blocks[layer]
+        layer, head = small.argmax_head(first[..., 1:].mean((0, 3)))
         calls: list[Any] = []
         with kernels.watching(lambda call, _: calls.append(call)):
             states = residual_stream(model, ids)
@@ -87,11 +76,8 @@ class Mechanism(Sweep):
             changed[:, 0, high] = embedded[:, 0, high]
             return (changed, *given[1:])
 
-        handle = block.register_forward_pre_hook(remove)
-        try:
+        with model.blocks[layer].register_forward_pre_hook(remove):
             left = heads.weights(model, ids)["first"][:, layer, head, 1:]
-        finally:
-            handle.remove()
         return {
             "layer": layer,
             "nearest": nearest_first(call.q[:, head], call.k[:, head // (call.q.shape[1] // call.k.shape[1])]),
@@ -101,7 +87,6 @@ class Mechanism(Sweep):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """One effect per depth, if models of that depth learn the task and have a sink."""
-        drain = at_strongest_head("check.value_drain")
         found: dict[str, list[Effect]] = {criterion.claim: [has_sink(results, ONE)] for criterion in self.criteria}
         found["C067"] = [
             Effect(f"the ratio with {ONE}", results.values(ONE, "check.massive"), bound=PEAK, premise=True)
@@ -113,12 +98,18 @@ class Mechanism(Sweep):
             few = f"earlier layers write a peak in {len(left)} of {len(peaks)} runs"
             for claim, values, reason in (
                 ("C067", results.values(variant, "check.massive"), why),
-                ("C068", list(results.by_seed(variant, drain)), why),
+                ("C068", list(results.by_seed(variant, _drain)), why),
                 ("C069", results.values(variant, "measured.nearest"), why),
                 ("C073", list(left), why or (few if len(left) < max(2, len(peaks) / 2) else "")),
             ):
                 found[claim].append(Effect(variant, values, unless=reason))
         return found
+
+
+def _drain(outcome: Outcome) -> float:
+    """The norm of the first value over the mean of the others, in the strongest head."""
+    layer, head = small.strongest_head(outcome)
+    return float(outcome.check["value_drain"][layer][head])
 
 
 def nearest_first(q: Float[Tensor, "b n d"], k: Float[Tensor, "b n d"]) -> float:
@@ -152,45 +143,41 @@ class Overmixing(Experiment):
     seeds = 20
     criteria = (
         Criterion("C074", DATED, "Movement of tokens that do not depend on a changed token, with the first key masked "
-                  "(rows renormalised), over that with it", TIMES, ratio=True),
+                  "(rows renormalised), over that with it", TIMES, ratio=True,
+                  remark="Movement at the last layer, as a share of the norm, with the sink: "
+                         "{measured.far.sink kept of trained}; with it masked: {measured.far.sink hidden of trained}; "
+                         "untrained: {measured.far.untrained of trained}."),
         Criterion("C076", DATED, "Norm of what attention adds over that of the residual stream, on rows with more "
                   f"than {RESTING} of their weight on the first key, in the layer with the greatest sink", LITTLE,
-                  above=False),
+                  above=False,
+                  remark=f"On rows of that layer with less than {LIGHT} it is {{measured.added_light of trained}}."),
         Criterion("C077", DATED, "Movement of tokens that do not depend on a changed token", BARELY, above=False,
                   parts=True),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C074": "Movement at the last layer, as a share of the norm, with the sink: "
-                "{measured.far.sink kept of trained}; with it masked: {measured.far.sink hidden of trained}; "
-                "untrained: {measured.far.untrained of trained}.",
-        "C076": f"On rows of that layer with less than {LIGHT} it is {{measured.added_light of trained}}.",
-    }  # fmt: skip
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One model; the cases without a sink and without training are derived from it."""
         config = DecoderConfig(layers=3, heads=1, d_model=64)
         return {TRAINED: setting(Backcopy(model=config), seed, quick, steps=600, lr=6e-3)}
 
-    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+    def measure(self, model: Any, setting: Setting) -> Measured:
         """Movement by layer and token in each case, and the relative norm of the attention output.
 
         ``moved`` has lists (layer, position); layer 0 is the embeddings. ``far`` is the mean at the last layer over the
         tokens at least two after the changed one, whose predictions do not depend on it.
         """
-        assert isinstance(model, DecoderLM)
-        assert isinstance(setting.task, Backcopy)
-        ids, changed = changed_texts(setting.task)
+        task: Any = setting.task
+        ids, changed = changed_texts(task)
         with torch.random.fork_rng():
             torch.manual_seed(setting.training.seed)
-            untrained = setting.task.build().to(model.embedding.weight.device).eval()
+            untrained = task.build().to(model.embedding.weight.device).eval()
         moved = {
             "sink kept": movement(model, ids, changed),
             "sink hidden": movement(model, ids, changed, mask_first=True),
             "untrained": movement(untrained, ids, changed),
         }
         first = heads.weights(model, ids)["first"].mean(2)  # (text, layer, query)
-        added = output_ratio(model, ids)  # (layer, text, query)
-        weight, ratio = np.moveaxis(first, 1, 0)[..., 2:], added[..., 2:]  # (layer, text, query)
+        weight, ratio = np.moveaxis(first, 1, 0)[..., 2:], output_ratio(model, ids)[..., 2:]  # (layer, text, query)
         greatest = int(weight.mean((1, 2)).argmax())
         heavy, light = weight[greatest] > RESTING, weight[greatest] < LIGHT
         return {
@@ -222,7 +209,7 @@ class Overmixing(Experiment):
         }
 
     def lines(self, results: Results) -> Lines:
-        moved = {c: np.array([o.measured["moved"][c] for o in results.finished(TRAINED)]) for c in CASES}
+        moved = {case: results.rows(TRAINED, f"measured.moved.{case}") for case in CASES}
         found = {case: x[..., CHANGED + 2 :].mean(-1) for case, x in moved.items()}  # (seed, layer)
         layers = range(found[CASES[0]].shape[1])
         return Lines(layers, found, "layer (0: embeddings)", "movement over norm, later tokens")

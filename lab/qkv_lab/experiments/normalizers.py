@@ -4,30 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkv.profiler.capture.residual import attention_modules, observe_residual
 from qkv_lab import heads
+from qkv_lab.experiments import small
 from qkv_lab.experiments.base import Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
-from qkv_lab.experiments.streaming import (
-    DATED,
-    EXCESS,
-    LESS,
-    SINK,
-    STRONGEST,
-    Change,
-    Sweep,
-    argmax_head,
-    decoder_and_task,
-    difference,
-    has_sink,
-    not_learnt,
-    sink,
-)
+from qkv_lab.experiments.small import DATED, LEAST, SINK, STRONGEST, Change, Sweep, difference, sink
 from qkv_lab.task import Measured
 
 SOFTMAX, OFF, LEARNED, KEY, ELEMENT, HEAD, BARE = (
@@ -57,27 +44,27 @@ class Normalizers(Sweep):
     name = "normalizers"
     question = "Which normalizers, learned sinks and gates remove the sink, and what else changes?"
     criteria = (
-        Criterion("C089", DATED, f"{STRONGEST} with rows divided by their sum, minus without", LESS),
+        Criterion("C089", DATED, f"{STRONGEST} with rows divided by their sum, minus without", LEAST),
         Criterion("C090", DATED, f"{STRONGEST} without normalisation (rows divided by their sum to measure it)", SINK,
                   above=False),
         Criterion("C094", DATED, f"{STRONGEST} without normalisation (rows divided by their sum to measure it)", SINK,
-                  above=False),
+                  above=False, remark="Only models of this size were trained."),
         Criterion("C098", DATED, "Largest magnitude at the first token over the median, with softmax minus with a "
                   "learned sink", 0.0),
         Criterion("C099", DATED, "Largest relative error of a layer's output in int8 (scaled by the largest "
                   "magnitude), with softmax minus with a learned sink", 0.0),
-        Criterion("C103", DATED, f"{STRONGEST} with softmax minus with softmax off by one", LESS),
-        Criterion("C105", DATED, f"{STRONGEST} with a gate on the attention output", SINK, above=False),
-        Criterion("C134", DATED, f"{STRONGEST} with softmax minus with a learned key of value 0", LESS),
-        Criterion("C135", DATED, f"{STRONGEST} with softmax minus with softmax off by one", LESS),
-        Criterion("C140", DATED, "Weight on a learned first token <s> minus that on the first token of the text", LESS),
+        Criterion("C103", DATED, f"{STRONGEST} with softmax minus with softmax off by one", LEAST),
+        Criterion("C105", DATED, f"{STRONGEST} with a gate on the attention output", SINK, above=False,
+                  remark="Only that sinks are gone is judged; these models have no massive activations with softmax "
+                         "either."),
+        Criterion("C134", DATED, f"{STRONGEST} with softmax minus with a learned key of value 0", LEAST),
+        Criterion("C135", DATED, f"{STRONGEST} with softmax minus with softmax off by one", LEAST),
+        Criterion("C140", DATED, "Weight on a learned first token <s> minus that on the first token of the text",
+                  LEAST),
         Criterion("C378", "2026-11-24", "Excess loss, in nats a token, without normalisation minus with the same "
                   "weights divided by their sum", WORSE),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C094": "Only models of this size were trained.",
-        "C105": "Only that sinks are gone is judged; these models have no massive activations with softmax either.",
-    }
+
     variants: ClassVar[Mapping[str, Change]] = {
         SOFTMAX: Change(),
         BARE: Change(task={"first": "random"}),
@@ -90,23 +77,22 @@ class Normalizers(Sweep):
         HEAD: Change(model={"gate": "head"}),
     }
 
-    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+    def measure(self, model: Any, setting: Setting) -> Measured:
         """``int8_error``: the largest quantisation error of a layer's output; ``first``, ``second``: weights on keys.
 
         The weights are means over the queries from the third on, for the head with the largest weight on the first key.
         """
-        model, task = decoder_and_task(model, setting)
+        task: Any = setting.task
         ids = task.held_out(TEXTS)["ids"]
         states: list[Tensor] = []
         with observe_residual(model, attention_modules(model), lambda _, depth, x: states.append(x.float())):
             w = heads.maps(model, ids)[..., 2:, :2].mean((0, 3))
-        layer, head = argmax_head(w[..., 0])
-        first, second = w[layer, head]
+        first, second = w[small.argmax_head(w[..., 0])]
         return {"int8_error": max(int8_error(x) for x in states[1:]), "first": float(first), "second": float(second)}
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """Each claim by the weight on the first token, or the measure that it names, compared with plain softmax."""
-        premise = has_sink(results, SOFTMAX)
+        premise = small.has_sink(results, SOFTMAX)
         peak = Effect(
             "the largest magnitude at the first token over the median, with softmax,",
             results.values(SOFTMAX, "check.massive"), bound=PEAK, premise=True,
@@ -128,10 +114,10 @@ class Normalizers(Sweep):
             "C105": [premise, *(sink(results, v) for v in GATES)],
             "C134": [premise, difference(results, SOFTMAX, KEY)],
             "C135": off,
-            "C140": [premise, Effect("", list(token), unless=not_learnt(results, SOFTMAX))],
-            "C378": [
-                Effect(of, results.differences(of, by_sum, EXCESS)) for of, by_sum in DIVIDED.items()
-            ],  # also of runs that did not learn the task, which is a harm
+            "C140": [premise, Effect("", list(token), unless=small.not_learnt(results, SOFTMAX))],
+            "C378": [  # also of runs that did not learn the task, which is a harm
+                small.minus(results, of, by_sum, small.EXCESS, of) for of, by_sum in DIVIDED.items()
+            ],
         }
 
 

@@ -1,4 +1,4 @@
-"""The JSON file of an experiment's results: its entries, and how it is written and read."""
+"""The results of experiments: the JSON file of each, how it is written and read, and the page of all in a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,16 @@ from typing import Any
 import torch
 
 from qkv._untrusted import check_version, load_json
-from qkv.errors import refusing
+from qkv.errors import InputError, refusing
+from qkv.profiler.run import versions
 from qkv_lab import log, settings
-from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
-from qkv_lab.experiments.evidence import ERROR, Verdict
+from qkv_lab.experiments.base import Experiment, Outcome, Results, Setting
+from qkv_lab.experiments.evidence import ERROR, ONLY, Interval, Verdict
+from qkv_lab.experiments.registry import BUILT_IN
 
 VERSION = 1
 """The version of the JSON file; increase it when an older qkv could misread a file that this version writes."""
-ENTRIES = {"question": str, "paragraph": str, "title": str, "verdicts": list, "quick": bool, "variants": dict}
+ENTRIES = {"question": str, "verdicts": list, "quick": bool, "variants": dict}
 """The entries that every reader needs."""
 DIGITS = 5
 """The significant digits of the numbers in the JSON file."""
@@ -42,7 +46,7 @@ def described(made: Experiment, results: Results, seeds: int, jobs: int) -> dict
         "machine": {**_machine(), "jobs": jobs},
         "command": command(made, results.quick, seeds),
         "level": results.level,
-        **dict.fromkeys(("title", "verdicts", "paragraph")),
+        "verdicts": [],
         "variants": _variants(made, results),
     }
 
@@ -52,17 +56,9 @@ def command(made: Experiment, quick: bool, seeds: int) -> str:
     return f"qkv experiment {made.name}{' --quick' if quick else '' if seeds == made.seeds else f' --seeds {seeds}'}"
 
 
-def conclusion_fields(found: Conclusion) -> dict[str, Any]:
-    return {
-        "title": found.title,
-        "verdicts": [_verdict_fields(v) for v in found.verdicts],
-        "paragraph": found.paragraph,
-    }
-
-
-def _verdict_fields(verdict: Verdict) -> dict[str, Any]:
-    fields = {name: x for name, x in asdict(verdict).items() if x not in ((), None)}
-    return dict(rounded(fields))
+def verdict_fields(verdict: Verdict) -> dict[str, Any]:
+    """The entries of a verdict that are not empty, with rounded numbers."""
+    return dict(rounded({name: x for name, x in verdict.as_dict().items() if x not in ((), None)}))
 
 
 def _variants(made: Experiment, results: Results) -> dict[str, Any]:
@@ -72,7 +68,7 @@ def _variants(made: Experiment, results: Results) -> dict[str, Any]:
         found[variant] = {"seeds": [o.seed for o in outcomes]}
         runs = [s for o in outcomes for v, s in made.settings(o.seed, results.quick).items() if v == variant]
         if runs:
-            found[variant]["settings"] = settings.parse_toml(settings.to_toml(runs[0].task, runs[0].training))
+            found[variant]["settings"] = tomllib.loads(settings.to_toml(runs[0].task, runs[0].training))
             found[variant]["runs"] = [key(run) for run in runs]
         rows = ({name: x for name, x in asdict(o).items() if x not in ({}, None)} for o in outcomes)
         found[variant]["results"] = list(rows)
@@ -145,25 +141,73 @@ def _lines(value: Any, indent: int = 0) -> str:
 
 
 def _versions() -> dict[str, str]:
-    from qkv import __version__
-
-    commit = _commit()
-    return {"qkv": __version__, "torch": torch.__version__, **({"commit": commit} if commit else {})}
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that qkv runs from; None if it was installed from a package."""
+    """The versions of packages, and the commit if qkv runs from a checkout."""
     source = Path(__file__).parents[3]
     if not (source / ".git").exists():
-        return None
+        return versions()
     found = subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
+    return versions() | ({"commit": found.stdout.strip()} if found.stdout else {})
 
 
 def _machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    if (information := Path("/proc/cpuinfo")).exists():
-        names = [x.split(":", 1)[1].strip() for x in information.read_text().splitlines() if x.startswith("model name")]
-        cpu = names[0] if names else cpu
-    threads = torch.get_num_threads()
-    return {"cpu": cpu, "threads": threads, "cores": os.cpu_count(), "python": platform.python_version()}
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor() or platform.machine()
+    return {"cpu": cpu, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+
+
+# --- the page of all results ------------------------------------------------------------------------------------------
+
+
+def table(out: str | Path) -> str:
+    """All results in a folder as a Markdown page with questions, verdicts, costs and links to the figures."""
+    lines = [
+        "# Experiments",
+        "",
+        "Each verdict compares a confidence interval of a mean over seeds (Student's t) with a bound that was written",
+        "down before the runs. Runs with the same seed share initial weights and data. Variants that did not learn",
+        "their task are not counted. Verdicts hold for the small models trained here.",
+    ]
+    for name, found in _results(Path(out)):
+        lines += ["", f"## {name}", "", f"*{found['question']}*", ""]
+        lines += [f"- **{v['claim']} {_outcome_text(v)}**: {v['text']}" for v in found["verdicts"]]
+        lines += ["", f"![{found['question']}]({name}.png)", "", _origin(found)]
+    return "\n".join(lines).replace("<s>", "`<s>`") + "\n"  # a browser would take <s> for strike-through
+
+
+def _outcome_text(verdict: Mapping[str, Any]) -> str:
+    """The outcome of a verdict, with the conditions under which the claim holds."""
+    if verdict["holds"] != ONLY:
+        return str(verdict["holds"])
+    intervals = (Interval(**i) for i in verdict["intervals"])
+    under = [i.condition for i in intervals if i.clears and not i.unless and not i.premise]
+    return f"{ONLY}: {', '.join(under)}"
+
+
+def _origin(found: Mapping[str, Any]) -> str:
+    """How a result was made: command, seeds, cost, machine, commit and dates."""
+    seeds = sorted({len(x["results"]) for x in found["variants"].values()})
+    number = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
+    dated = {v["criterion"]["dated"] for v in found["verdicts"] if "criterion" in v}
+    parts = [
+        f"`{found.get('command', 'qkv experiment ' + found['name'])}`",
+        f"{number} seeds",
+        f"{seconds_in(found) / 60:.0f} minutes of processor time" if seconds_in(found) else "",
+        f"{found['machine']['cpu']}" if "machine" in found else "",
+        f"criteria of {', '.join(sorted(dated))}" if dated else "",
+        f"run {found['created'][:10]}" if "created" in found else "",
+        f"commit {found['versions']['commit'][:9]}" if found.get("versions", {}).get("commit") else "",
+    ]
+    return f"Made by {', '.join(filter(None, parts))}."
+
+
+def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The results in a folder by name: of built-in experiments in their order, then of all others."""
+    for name in BUILT_IN:
+        if (folder / f"{name}.json").exists():
+            yield name, load(folder / f"{name}.json")
+    for file in sorted(folder.glob("*.json")):
+        if file.stem not in BUILT_IN:
+            with suppress(InputError):  # a JSON file of something else
+                yield file.stem, load(file)

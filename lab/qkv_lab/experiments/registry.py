@@ -64,9 +64,7 @@ def _problem(cls: Any) -> str | None:
 REGISTRY = Registry("experiment", "qkv_lab.experiments", BUILT_IN, GROUP, _problem)
 
 
-def names() -> tuple[str, ...]:
-    """The names of all experiments, those of installed packages last."""
-    return REGISTRY.names()
+names = REGISTRY.names
 
 
 def experiment(name: str) -> Experiment:

@@ -17,9 +17,9 @@ from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import load_json
 from qkv.errors import InputError, refusing
-from qkv_lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
+from qkv_lab.experiments.base import Experiment, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import UNSEEN, Verdict
-from qkv_lab.experiments.record import conclusion_fields, described, key, load, results_in, rounded, seconds_in, text_of
+from qkv_lab.experiments.record import described, key, load, results_in, rounded, seconds_in, text_of, verdict_fields
 from qkv_lab.experiments.registry import experiment
 from qkv_lab.loop import RESULT
 
@@ -31,8 +31,8 @@ LOCK = ".lock"
 """The file that a process locks while it writes to the folder."""
 POINTS = 60
 """The largest number of points of a curve in the JSON file."""
-Rows = dict[str, dict[str, Any]]
-"""The entries of an `Outcome`, by variant, of one seed."""
+Outcomes = dict[str, Outcome]
+"""The outcome of each variant with one seed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Result:
     json_path: Path
     figure_path: Path
     verdicts: tuple[Verdict, ...]
-    paragraph: str
 
 
 def run(
@@ -83,13 +82,13 @@ def run(
     out = Path(out)
     with refusing(f"out: cannot write to {out} ({{}})", OSError), _only_writer(out):
         part = out / f"{made.name}.json.part"
-        rows = _measured(made, 1 if quick else seeds or made.seeds, quick, part, out / RUNS, jobs, progress)
+        by_seed = _measured(made, 1 if quick else seeds or made.seeds, quick, part, out / RUNS, jobs, progress)
         variants: dict[str, list[Outcome]] = {}
-        for row in rows:
-            for variant, entries in row.items():
-                variants.setdefault(variant, []).append(Outcome(**entries))
+        for outcomes in by_seed:
+            for variant, outcome in outcomes.items():
+                variants.setdefault(variant, []).append(outcome)
         results = Results(variants, quick)
-        found = _write(made, out, results, described(made, results, len(rows), jobs))
+        found = _write(made, out, results, described(made, results, len(by_seed), jobs))
         part.unlink(missing_ok=True)
         return found
 
@@ -122,53 +121,50 @@ def _only_writer(out: Path) -> Iterator[None]:
 
 
 def _write(made: Experiment, out: Path, results: Results, record: Mapping[str, Any]) -> Result:
-    """Conclude, and write NAME.json and NAME.png."""
+    """Conclude, and write NAME.json and NAME.png.
+
+    The verdicts of a quick form become `UNSEEN`: its runs are too short, and one seed has no range.
+    """
     from qkv_lab.draw import save_figure
 
-    found = _mark_quick(made.conclude(results), results.quick)
+    verdicts = tuple(made.conclude(results))
+    if results.quick:
+        verdicts = tuple(replace(v, holds=UNSEEN, text=f"quick form: {v.text}") for v in verdicts)
     target, picture = out / f"{made.name}.json", out / f"{made.name}.png"
     save_figure(made.figure(results), picture)
-    write_atomically(target, text_of({**record, "question": made.question, **conclusion_fields(found)}))
-    return Result(target, picture, tuple(found.verdicts), found.paragraph)
+    found = {"question": made.question, "verdicts": [verdict_fields(v) for v in verdicts]}
+    write_atomically(target, text_of({**record, **found}))
+    return Result(target, picture, verdicts)
 
 
-def _mark_quick(found: Conclusion, quick: bool) -> Conclusion:
-    """The verdicts of a quick form become `UNSEEN`: its runs are too short, and one seed has no range."""
-    if not quick:
-        return found
-    verdicts = [replace(v, holds=UNSEEN, text=f"quick form: {v.text}") for v in found.verdicts]
-    return Conclusion(verdicts, found.title, f"Quick form, too short to judge by: {found.paragraph}")
-
-
-def read_part(path: Path) -> dict[str, Rows]:
+def read_part(path: Path) -> dict[str, Outcomes]:
     """The seeds that an interrupted call has measured, by a name that changes with the settings of their runs."""
     if not path.exists():
         return {}
     with refusing(f"out: cannot read {path} ({{}}); delete it to measure its runs again"):
-        found = load_json(path)["seeds"]
-        for row in (row for rows in found.values() for row in rows.values()):
-            Outcome(**row)
-        return dict(found)
+        seeds = load_json(path)["seeds"].items()
+        return {name: {variant: Outcome(**row) for variant, row in rows.items()} for name, rows in seeds}
 
 
 def _measured(
     made: Experiment, seeds: int, quick: bool, part: Path, runs: Path, jobs: int, progress: bool
-) -> list[Rows]:
+) -> list[Outcomes]:
     """The outcomes of every seed, of which those so far are written to disk after each."""
     kept = read_part(part)
     names = [f"{key(*made.settings(seed, quick).values())} {'quick ' * quick}{seed}" for seed in range(seeds)]
     todo = {name: seed for seed, name in enumerate(names) if name not in kept}
     with bar(made.name, "seeds", len(todo), show=progress and bool(todo)) as step:
-        for name, rows in _in_order(made, todo, quick, runs, jobs):
-            kept[name] = rows
-            write_atomically(part, text_of({"seeds": kept}))
+        for name, outcomes in _in_order(made, todo, quick, runs, jobs):
+            kept[name] = outcomes
+            rows = {name: {variant: asdict(x) for variant, x in found.items()} for name, found in kept.items()}
+            write_atomically(part, text_of({"seeds": rows}))
             step(1)
     return [kept[name] for name in names]
 
 
 def _in_order(
     made: Experiment, todo: Mapping[str, int], quick: bool, runs: Path, jobs: int
-) -> Iterator[tuple[str, Rows]]:
+) -> Iterator[tuple[str, Outcomes]]:
     """Yield each seed's name and outcomes when it is finished, from one or several processes."""
     if jobs == 1 or len(todo) < 2:
         for name, seed in todo.items():
@@ -176,7 +172,7 @@ def _in_order(
         return
     pool = ProcessPoolExecutor(min(jobs, len(todo)), mp_context=get_context("spawn"), initializer=_use_one_thread)
     try:
-        futures: dict[Future[Rows], str] = {
+        futures: dict[Future[Outcomes], str] = {
             pool.submit(_of_seed, made, seed, quick, runs): name for name, seed in todo.items()
         }
         for done in as_completed(futures):
@@ -190,7 +186,7 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _of_seed(made: Experiment, seed: int, quick: bool, runs: Path) -> Rows:
+def _of_seed(made: Experiment, seed: int, quick: bool, runs: Path) -> Outcomes:
     """Train and measure the models of a seed, equal settings once, and compute the other variants."""
     trained: dict[str, Outcome] = {}
     found: dict[str, Outcome] = {}
@@ -202,8 +198,7 @@ def _of_seed(made: Experiment, seed: int, quick: bool, runs: Path) -> Rows:
     start = time.process_time()
     computed = made.compute(seed, quick)
     seconds = round((time.process_time() - start) / max(1, len(computed)), 1)
-    found |= {v: Outcome(seed, measured=rounded(m), seconds=seconds) for v, m in computed.items()}
-    return {variant: asdict(outcome) for variant, outcome in found.items()}
+    return found | {v: Outcome(seed, measured=rounded(m), seconds=seconds) for v, m in computed.items()}
 
 
 def _outcome(made: Experiment, setting: Setting, folder: Path) -> Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,10 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.models import DecoderConfig
-from qkv_lab.experiments.base import Conclusion, Experiment, Lines, Results, Setting
+from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
 from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
-from qkv_lab.experiments.small import minus, setting
-from qkv_lab.experiments.streaming import DATED
+from qkv_lab.experiments.small import DATED, setting
 from qkv_lab.task import Measured
 from qkv_lab.tasks.backcopy import Backcopy
 
@@ -28,6 +27,7 @@ SHARP = 0.1  # attention counts as collapsed to one key if entropy / ln(visible 
 LOSS, ACCURACY = "evaluation.excess", "evaluation.backcopy_accuracy"
 RATIO = "Entropy of the weights divided by that of uniform weights, after training at d = 512 without a scale"
 RISE = "Loss (nats) without a scale minus that with 1/√d, at d = 512"
+MEANS = "Mean excess losses: {evaluation.excess}."
 
 
 class Scaling(Experiment):
@@ -38,16 +38,15 @@ class Scaling(Experiment):
     seeds = 20
     criteria = (
         Criterion("C018", DATED, RATIO, SHARP, above=False),
-        Criterion("C236", DATED, f"{RATIO}, and the rise of the loss", SHARP, above=False, parts=True),
-        Criterion("C251", DATED, f"{RATIO}, and the rise of the loss", SHARP, above=False, parts=True),
+        Criterion("C236", DATED, f"{RATIO}, and the rise of the loss", SHARP, above=False, parts=True, remark=MEANS),
+        Criterion("C251", DATED, f"{RATIO}, and the rise of the loss", SHARP, above=False, parts=True, remark=MEANS),
         Criterion("C254", DATED, "With 1/d at d = 512: share of triggers that are copied, and loss (nats) minus that "
-                  "with 1/√d", 0.9, above=False, parts=True),
-        Criterion("C322", DATED, RISE, LEAST),
-        Criterion("C337", DATED, f"{RISE}, minus the same difference at d = 64", LEAST),
+                  "with 1/√d", 0.9, above=False, parts=True, remark=MEANS),
+        Criterion("C322", DATED, RISE, LEAST, remark=MEANS),
+        Criterion("C337", DATED, f"{RISE}, minus the same difference at d = 64", LEAST, remark=MEANS),
         Criterion("C381", DATED, "Share of triggers that are copied with 1/√d minus that without a scale, at d = 512",
                   0.1),
     )  # fmt: skip
-    remarks = dict.fromkeys(("C236", "C251", "C254", "C322", "C337"), "Mean excess losses: {evaluation.excess}.")
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """Every scale at both head dimensions, from GPT-2's small initial weights and with q and k of unit variance."""
@@ -60,41 +59,37 @@ class Scaling(Experiment):
         }
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        d = _dims(results)[-1]
-        least = _dims(results)[0]
-        sharp = [Effect(kind, _entropies(results, d, kind)) for kind in STARTS]
-        rises = [minus(results, variant(UNSCALED, d, kind), variant(ROOT, d, kind), LOSS, kind) for kind in STARTS]
-        both = [*sharp, *(replace(x, condition=f"loss, {x.condition}", bound=LEAST, above=True) for x in rises)]
-        flat = [Effect(f"copied, {kind}", results.values(variant(WHOLE, d, kind), ACCURACY)) for kind in STARTS]
-        slower = (minus(results, variant(WHOLE, d, kind), variant(ROOT, d, kind), LOSS, kind) for kind in STARTS)
-        flat += [replace(x, condition=f"loss, {x.condition}", bound=LEAST, above=True) for x in slower]
-        grows = []
-        for kind, rise in zip(STARTS, rises, strict=True):
-            small = _by_seed(results, LOSS, (UNSCALED, least), (ROOT, least), kind)
-            large = _by_seed(results, LOSS, (UNSCALED, d), (ROOT, d), kind)
-            grows.append(replace(rise, values=list((large - small).dropna())))
-        copied = [minus(results, variant(ROOT, d, kind), variant(UNSCALED, d, kind), ACCURACY, kind) for kind in STARTS]
+        dims = [d for d in TRAINED if variant(ROOT, d, SMALL) in results.variants]
+        least, d = dims[0], dims[-1]
+
+        def gap(name: str, a: str, b: str, d: int = d) -> dict[str, pd.Series]:
+            """The values with one scale minus those with another, by seed, for each kind of initial weights."""
+            both = {kind: [results.by_seed(variant(scale, d, kind), name) for scale in (a, b)] for kind in STARTS}
+            return {kind: (one - other).dropna() for kind, (one, other) in both.items()}
+
+        def by_kind(values: Mapping[str, Any], what: str = "", bound: float | None = None) -> list[Effect]:
+            above = None if bound is None else True
+            return [Effect(f"{what}{kind}", list(x), bound=bound, above=above) for kind, x in values.items()]
+
+        unscaled = {kind: results.rows(variant(UNSCALED, d, kind), "check.entropy_ratio") for kind in STARTS}
+        sharp = by_kind({kind: x.mean((1, 2)) for kind, x in unscaled.items()})
+        rise, before = gap(LOSS, UNSCALED, ROOT), gap(LOSS, UNSCALED, ROOT, least)
+        both = [*sharp, *by_kind(rise, "loss, ", LEAST)]
+        copied = {kind: results.values(variant(WHOLE, d, kind), ACCURACY) for kind in STARTS}
         return {
-            "C018": sharp, "C236": both, "C251": both, "C254": flat, "C322": rises, "C337": grows, "C381": copied,
-        }  # fmt: skip
+            "C018": sharp,
+            "C236": both,
+            "C251": both,
+            "C254": [*by_kind(copied, "copied, "), *by_kind(gap(LOSS, WHOLE, ROOT), "loss, ", LEAST)],
+            "C322": by_kind(rise),
+            "C337": by_kind({kind: (rise[kind] - before[kind]).dropna() for kind in STARTS}),
+            "C381": by_kind(gap(ACCURACY, ROOT, UNSCALED)),
+        }
 
 
 def variant(scale: str, d: int, kind: str) -> str:
     """The name of a variant."""
     return f"{scale}, d = {d}, {kind}"
-
-
-def _dims(results: Results) -> list[int]:
-    return [d for d in TRAINED if variant(ROOT, d, SMALL) in results.variants]
-
-
-def _by_seed(results: Results, name: str, a: tuple[str, int], b: tuple[str, int], kind: str) -> pd.Series:
-    one, other = (results.by_seed(variant(scale, d, kind), name) for scale, d in (a, b))
-    return one - other
-
-
-def _entropies(results: Results, d: int, kind: str) -> list[float]:
-    return [float(np.mean(o.check["entropy_ratio"])) for o in results.finished(variant(UNSCALED, d, kind))]
 
 
 def _setting(scale: str, d: int, kind: str, seed: int, quick: bool) -> Setting:
@@ -131,19 +126,12 @@ class RandomScores(Experiment):
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
         return {RANDOM: random_scores(seed, ROWS)}
 
-    def conclude(self, results: Results) -> Conclusion:
+    def conclude(self, results: Results) -> list[Verdict]:
         """By the means over seeds, of 2,000 rows each."""
-        verdicts = sorted(verdicts_of(results), key=lambda v: v.claim)
-        tops = np.mean([o.measured["scales"][UNSCALED]["top"] for o in results.finished(RANDOM)], 0)
-        title = (
-            f"Unscaled scores saturate softmax: the mean top weight of {KEYS} keys grows from {tops[0]:.2f} at "
-            f"d = {DIMS[0]} to {tops[-1]:.2f} at d = {DIMS[-1]}"
-        )
-        return Conclusion(verdicts, title, " ".join(f"{v.claim} {v.holds}: {v.text}" for v in verdicts))
+        return sorted(verdicts_of(results), key=lambda v: v.claim)
 
     def lines(self, results: Results) -> Lines:
-        found = [o.measured["scales"] for o in results.finished(RANDOM)]
-        tops = {s: [m[s]["top"] for m in found] for s in SCALES}
+        tops = {scale: results.rows(RANDOM, f"measured.scales.{scale}.top") for scale in SCALES}
         return Lines(DIMS, tops, "d (numbers in a query)", f"mean top weight of {KEYS} keys", log=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,29 +12,10 @@ from torch import nn
 
 from qkv.models import DecoderConfig
 from qkv_lab import heads
+from qkv_lab.experiments import small
 from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
-from qkv_lab.experiments.small import LEAST, setting
-from qkv_lab.experiments.streaming import (
-    ACCURACY,
-    ALPHA,
-    DATED,
-    LEARNT,
-    PLAIN,
-    QUICK_TASK,
-    SINK,
-    STRONGEST,
-    TASK,
-    TRAINING,
-    Change,
-    Sweep,
-    alpha_over_steps,
-    argmax_head,
-    decoder_and_task,
-    difference,
-    has_sink,
-    not_learnt,
-)
+from qkv_lab.experiments.small import DATED, LEAST, PLAIN, SINK, STRONGEST, TASK, TRAINING, Change, Sweep, setting
 from qkv_lab.task import Measured
 from qkv_lab.tasks.language import Language
 
@@ -53,20 +34,21 @@ class DataAmount(Sweep):
     question = "How many distinct sequences does a sink need, and does diversity matter more than the number of steps?"
     criteria = (
         Criterion("C080", DATED, "Weight of the strongest head on the first token of its own training sequences, with "
-                  f"{UNIQUE[0]} distinct ones", SINK, above=False),
+                  f"{UNIQUE[0]} distinct ones", SINK, above=False,
+                  remark="On held-out sequences, by their number in training: {check.sink}."),
         Criterion("C081", DATED, f"Gain in weight from {MANY // FEW} times as many distinct sequences minus that from "
                   "twice the steps", 0.05),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {"C080": "On held-out sequences, by their number in training: {check.sink}."}
+
     variants: ClassVar[Mapping[str, Change]] = {
         **{f"{n}": Change(task={"unique": n}) for n in UNIQUE},
         NO_LIMIT: Change(),
         **{f"{n}{HALF}": Change(task={"unique": n}, training={"steps": TRAINING.steps // 2}) for n in (FEW, MANY)},
     }
 
-    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+    def measure(self, model: Any, setting: Setting) -> Measured:
         """On sequences of the training: the strongest head's weight on the first token, and the accuracy of copies."""
-        model, task = decoder_and_task(model, setting)
+        task: Any = setting.task
         batch = task.batch(0, TEXTS, setting.training.seed)
         ids, targets = batch["ids"], batch["targets"]
         copies = task.is_trigger(ids)
@@ -76,15 +58,10 @@ class DataAmount(Sweep):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """C080 by the fewest sequences, if they are learnt; C081 by more sequences against more steps."""
-        fewest = f"{UNIQUE[0]}"
-        accuracy = results.values(fewest, "measured.own_accuracy")
-        able = sum(x >= LEARNT for x in accuracy)
-        why = (
-            "" if accuracy and able >= LEARNT * len(accuracy) else f"{fewest}: {able} of {len(accuracy)} runs learnt it"
-        )
-        needs = [has_sink(results, NO_LIMIT), Effect("", results.values(fewest, "measured.own_sink"), unless=why)]
-        diverse = difference(results, f"{MANY}{HALF}", f"{FEW}", "")
-        return {"C080": needs, "C081": [has_sink(results, NO_LIMIT), diverse]}
+        fewest, premise = f"{UNIQUE[0]}", small.has_sink(results, NO_LIMIT)
+        why = small.unlearnt(results, "measured.own_accuracy", small.LEARNT, fewest, what="learnt it")
+        needs = Effect("", results.values(fewest, "measured.own_sink"), unless=why)
+        return {"C080": [premise, needs], "C081": [premise, small.difference(results, f"{MANY}{HALF}", f"{FEW}")]}
 
 
 class FirstToken(Sweep):
@@ -94,29 +71,26 @@ class FirstToken(Sweep):
     question = "Does a sink depend on which token is first, and does it form on random tokens?"
     seeds = 20
     criteria = (
-        Criterion("C062", DATED, "Weight of the strongest head on the first position", SINK),
+        Criterion("C062", DATED, "Weight of the strongest head on the first position", SINK,
+                  remark="On average the symbol with the least weight gets {measured.replaced_least of plain}, "
+                         "that with the most {measured.replaced_most of plain}."),
         Criterion("C065", DATED, "Weight of the strongest head on the first token, followed by random symbols", SINK),
-    )
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C062": "On average the symbol with the least weight gets {measured.replaced_least of plain}, "
-                "that with the most {measured.replaced_most of plain}.",
-    }  # fmt: skip
+    )  # fmt: skip
     variants: ClassVar[Mapping[str, Change]] = {
         PLAIN: Change(),
         RANDOM: Change(task={"first": "random"}),
         f"{RANDOM}, 3 × the steps": Change(task={"first": "random"}, training={"steps": 3 * TRAINING.steps}),
     }
 
-    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+    def measure(self, model: Any, setting: Setting) -> Measured:
         """Mean weights on the first token, for the head that has the largest on held-out sequences.
 
         ``replaced``: with the first token replaced by each symbol; ``random_tokens``: with all tokens but the first
         drawn uniformly.
         """
-        model, task = decoder_and_task(model, setting)
+        task: Any = setting.task
         ids = task.held_out(TEXTS)["ids"]
-        first = heads.weights(model, ids)["first"][..., 1:].mean((0, 3))
-        layer, head = argmax_head(first)
+        layer, head = small.argmax_head(heads.weights(model, ids)["first"][..., 1:].mean((0, 3)))
 
         def weight(texts: torch.Tensor) -> np.ndarray:
             return np.asarray(heads.weights(model, texts)["first"][:, layer, head, 1:].mean(1))
@@ -136,16 +110,16 @@ class FirstToken(Sweep):
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """C062 for models that always saw <s> first, when it is replaced, and for models that saw any symbol first."""
-        others = [v for v in self.variants if v != PLAIN]
+        premise, why = small.has_sink(results), small.not_learnt(results, PLAIN)
         first = [
-            has_sink(results),
+            premise,
             Effect("trained with <s> first, which is replaced by every symbol in turn",
-                   results.values(PLAIN, "measured.replaced"), unless=not_learnt(results, PLAIN)),
-            *(Effect(f"trained with any symbol first{v.removeprefix(RANDOM)}", results.values(v, ALPHA),
-                     unless=not_learnt(results, v)) for v in others),
+                   results.values(PLAIN, "measured.replaced"), unless=why),
+            *(small.sink(results, v, f"trained with any symbol first{v.removeprefix(RANDOM)}")
+              for v in self.variants if v != PLAIN),
         ]  # fmt: skip
-        noise = Effect("", results.values(PLAIN, "measured.random_tokens"), unless=not_learnt(results, PLAIN))
-        return {"C062": first, "C065": [has_sink(results), noise]}
+        noise = Effect("", results.values(PLAIN, "measured.random_tokens"), unless=why)
+        return {"C062": first, "C065": [premise, noise]}
 
 
 NEAR = 0.02  # largest difference of initial weights from uniform ones
@@ -170,10 +144,13 @@ class Emergence(Sweep):
     variants: ClassVar[Mapping[str, Change]] = {PLAIN: Change()}
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        floor = uniform(int(QUICK_TASK["length"]) if results.quick else TASK.length)
-        steps, alpha = alpha_over_steps(results, PLAIN)
+        """By the weight on the first key of the head that is strongest at the end, over the steps of training."""
+        floor = uniform(int(small.QUICK_TASK["length"]) if results.quick else TASK.length)
+        steps, weights = results.curve(PLAIN, small.ALPHA)
+        best = map(small.strongest_head, results.finished(PLAIN))
+        alpha = np.stack([run[:, layer, head] for run, (layer, head) in zip(weights, best, strict=True)])
         start, half, end = (alpha[:, at] for at in (0, len(steps) // 2, -1))
-        why = not_learnt(results, PLAIN)
+        why, premise = small.not_learnt(results, PLAIN), small.has_sink(results)
 
         def effect(values: np.ndarray) -> Effect:
             return Effect("", values.tolist(), unless=why)
@@ -181,17 +158,17 @@ class Emergence(Sweep):
         return {
             "C061": [effect(end)],
             "C063": [effect(end)],
-            "C064": [has_sink(results), effect(np.abs(start - floor))],
-            "C079": [has_sink(results), effect(end - half)],
+            "C064": [premise, effect(np.abs(start - floor))],
+            "C079": [premise, effect(end - half)],
         }
 
     def lines(self, results: Results) -> Lines:
         names = {
             "weight of triggers on the previous token": "check.trigger_previous",
             "weight of others on the first token": "check.other_first",
-            "accuracy of copies": ACCURACY,
+            "accuracy of copies": small.ACCURACY,
         }
-        steps, _ = results.curve(PLAIN, ACCURACY)
+        steps, _ = results.curve(PLAIN, small.ACCURACY)
         found = {what: results.curve(PLAIN, name)[1] for what, name in names.items()}
         return Lines(steps, {what: x.reshape(*x.shape[:2], -1).max(2) for what, x in found.items()}, "step", "share")
 
@@ -223,8 +200,10 @@ class TextSink(Experiment):
 
     name = "text_sink"
     question = "Does a small Transformer that is trained on text develop a sink?"
-    criteria = (Criterion("C139", DATED, f"{STRONGEST} at the end of training", SINK),)
-    remarks: ClassVar[Mapping[str, str]] = {"C139": "Held-out loss in nats per byte: {evaluation.loss}."}
+    criteria = (
+        Criterion("C139", DATED, f"{STRONGEST} at the end of training", SINK,
+                  remark="Held-out loss in nats per byte: {evaluation.loss}."),
+    )  # fmt: skip
     curves = ("check.sink", "evaluation.loss")
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
@@ -247,11 +226,9 @@ class Dropout(Experiment):
     question = "Does dropout in attention prevent overfitting, or make less of it?"
     criteria = (
         Criterion("C179", DATED, "Rise of the held-out loss (nats per byte) after its minimum, trained on 6,000 bytes: "
-                  "without dropout minus with 0.3, and what is left with 0.3", LEAST),
+                  "without dropout minus with 0.3, and what is left with 0.3", LEAST,
+                  remark="Mean held-out losses: {evaluation.loss}; on the training text: {measured.train_loss}."),
     )  # fmt: skip
-    remarks: ClassVar[Mapping[str, str]] = {
-        "C179": "Mean held-out losses: {evaluation.loss}; on the training text: {measured.train_loss}."
-    }
     rates: ClassVar[Mapping[str, float]] = {"no dropout": 0.0, "dropout 0.3": 0.3}
     curves = ("evaluation.loss",)
 

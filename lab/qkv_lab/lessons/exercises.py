@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from qkv.errors import InputError, nearest
-from qkv_lab.lessons.catalog import LESSONS, Lesson, lesson
+from qkv_lab.lessons.catalog import LESSONS, Lesson
 from qkv_lab.lessons.page import Cell, cells
 
 
@@ -21,32 +22,18 @@ class Exercise:
         lab: name of the lab.
         defines: the function or class that the answer must define.
         signature: how it is called, such as ``entropy(weights)``.
-        before: the imports and definitions of the lab that the code uses.
-        code: the lab's code to start from. It contains a mistake.
+        start: the lab's code to start from, complete. It contains a mistake.
+        code: the same without the imports and definitions of the lab that it uses.
+        solution: the right answer that the lab gives, complete.
     """
 
     name: str
     lab: str
     defines: str
     signature: str
-    before: str
+    start: str
     code: str
-
-    @property
-    def start(self) -> str:
-        """A file to start from, complete."""
-        return f"{self.before}\n\n\n{self.code}\n" if self.before else f"{self.code}\n"
-
-    @property
-    def solution(self) -> str:
-        """The right answer that the lab gives, complete."""
-        before: dict[str, str] = {}
-        for cell in cells(lesson(self.lab).text()):
-            code, found, _ = cell.source.partition(f"assert check.{self.name}(")
-            if cell.kind == "code" and found:
-                return f"{_needed(code, {k: v for k, v in before.items() if k not in _binds(code)})}\n{code}"
-            before |= _binds(cell.source) if cell.kind == "code" else {}
-        raise InputError(f"lab {self.lab} has no solution of {self.name}")
+    solution: str = ""
 
 
 def exercise(name: str) -> Exercise:
@@ -88,24 +75,35 @@ def checked(cell: Cell) -> tuple[str, str] | None:
     return None
 
 
-def _of(page: Lesson) -> Iterator[Exercise]:
+def _of(page: Lesson) -> Iterable[Exercise]:
     """The exercises of a lab. Imports and definitions of the cells before are added where the code uses them."""
+    found: dict[str, Exercise] = {}
     before: dict[str, str] = {}
     for cell in cells(page.text()):
         if cell.kind == "text":
             continue
-        if (found := checked(cell)) is not None:
-            yield _exercise(page, cell.source, *found, before)
+        if (starts := checked(cell)) is not None:
+            found[starts[0]] = _exercise(page, cell.source, *starts, before)
+        for assertion in re.finditer(r"assert check\.(\w+)\(", cell.source):
+            code = cell.source[: assertion.start()]
+            found[assertion[1]] = replace(found[assertion[1]], solution=_complete(code, before, "\n"))
         before |= _binds(cell.source)
+    return found.values()
 
 
 def _exercise(page: Lesson, source: str, name: str, defined: str, before: dict[str, str]) -> Exercise:
     body = ast.parse(source).body[:-1]
     node = next(x for x in body if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name == defined)
-    call = node.args if isinstance(node, ast.FunctionDef) else _made_by(node)
+    functions = [x for x in ast.walk(node) if isinstance(x, ast.FunctionDef) and x.name in (defined, "__init__")]
     code = "\n".join(source.splitlines()[: body[-1].end_lineno])
+    signature = f"{defined}({ast.unparse(functions[0].args).removeprefix('self, ')})"
+    return Exercise(name, page.name, defined, signature, _complete(f"{code}\n", before, "\n\n\n"), code)
+
+
+def _complete(code: str, before: dict[str, str], between: str) -> str:
+    """The code behind the imports and definitions of earlier cells that it uses."""
     needed = _needed(code, {key: text for key, text in before.items() if key not in _binds(code)})
-    return Exercise(name, page.name, defined, f"{defined}({_parameters(call)})", needed, code)
+    return f"{needed}{between}{code}" if needed else code
 
 
 def _binds(source: str) -> dict[str, str]:
@@ -132,13 +130,3 @@ def _needed(code: str, before: dict[str, str]) -> str:
     parts = list(dict.fromkeys(text for name, text in before.items() if name in used))
     imports = [part for part in parts if part.startswith(("import ", "from "))]
     return "\n\n\n".join(["\n".join(imports)] * bool(imports) + [x for x in parts if x not in imports])
-
-
-def _made_by(node: ast.ClassDef) -> ast.arguments:
-    """The parameters of a class, with self."""
-    made = next(x for x in node.body if isinstance(x, ast.FunctionDef) and x.name == "__init__")
-    return made.args
-
-
-def _parameters(arguments: ast.arguments) -> str:
-    return ast.unparse(arguments).removeprefix("self, ")

@@ -56,7 +56,7 @@ class StackConfig:
         check_dropout(name, self.dropout)
 
 
-class Tokens(nn.Module):
+class Tokens(nn.Embedding):
     """An embedding that can also be the output matrix.
 
     It is initialised from a normal distribution with standard deviation d_model^-½. As an embedding it is multiplied by
@@ -67,21 +67,16 @@ class Tokens(nn.Module):
     torch.Size([1, 2, 10])
     """
 
-    def __init__(self, vocabulary: int, d_model: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocabulary, d_model))
-        nn.init.normal_(self.weight, std=d_model**-0.5)
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
 
     def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n d_model"]:
         """Embeddings of tokens, multiplied by √d_model."""
-        return F.embedding(ids, self.weight) * self.weight.shape[1] ** 0.5
+        return super().forward(ids) * self.embedding_dim**0.5
 
     def logits(self, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b vocabulary"]:
         """Logits of all tokens."""
         return F.linear(x, self.weight)
-
-    def extra_repr(self) -> str:
-        return "{}, {}".format(*self.weight.shape)
 
 
 class Stack(nn.Module):

@@ -135,29 +135,99 @@ class Backcopy:
         first token; ``other_first`` is the mean weight of all other queries (from the second on) on the first token.
         If a head is active at triggers and dormant elsewhere, ``trigger_previous`` and ``other_first`` are near 1.
         """
-        ids = self.held_out(CHECKED)["ids"]
-        statistics, weights = heads.attention_and_weights(model, ids)  # type: ignore[arg-type]
-        return {**statistics, **self._by_query(weights, ids)}
+        return self._measured(model)[0]
 
-    def _by_query(self, weights: Mapping[str, np.ndarray], ids: Tensor) -> dict[str, list[list[float]]]:
-        """Mean weights of trigger queries and of all others."""
-        trigger, n = self.is_trigger(ids).numpy(), weights["first"].shape[3]
-        other = ~trigger
-        other[:, 0] = False
+    def _measured(self, model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """The result of `check`, and the weights of every query: `qkv_lab.heads.weights`."""
+        ids = self.held_out(CHECKED)["ids"]
+        statistics, weights = heads.attention_and_weights(model, ids)
+        trigger, other = self._queries(ids)
 
         def mean(values: np.ndarray, at: np.ndarray) -> list[list[float]]:
             at = at[:, None, None, : values.shape[3]]
             return ((values * at).sum((0, 3), dtype=np.float64) / max(at.sum(), 1)).tolist()
 
-        return {
-            "trigger_previous": mean(weights["previous"], trigger),
-            "trigger_first": mean(weights["first"], trigger),
-            "other_first": mean(weights["first"], other[:, :n]),
-        }
+        statistics["trigger_previous"] = mean(weights["previous"], trigger)
+        statistics["trigger_first"] = mean(weights["first"], trigger)
+        statistics["other_first"] = mean(weights["first"], other)
+        return statistics, weights
+
+    def _queries(self, ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Which queries are triggers, and which are others from the second on."""
+        trigger = self.is_trigger(ids).numpy()
+        return trigger, ~trigger & (np.arange(ids.shape[1]) > 0)
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
         """``weights``: attention map of the head with the strongest sink; ``sink``: its mean weights and norms."""
-        return {"weights": _map_figure(self, model), "sink": _sink_figure(self, model)}  # type: ignore[arg-type]
+        found, weights = self._measured(model)
+        layer, head = heads.best(np.asarray(found["other_first"]))
+        of_head = {name: values[layer][head] for name, values in found.items() if np.ndim(values) == 2}
+        config, where = self.model, "<s>" if self.first == "fixed" else "the first token"
+        note = (
+            f"Bigram-Backcopy, layers × heads: {config.layers} × {config.heads}; layer {layer}, head {head}; held out"
+        )
+        return {
+            "weights": self._map_figure(model, (layer, head), of_head, where, note),
+            "sink": self._sink_figure({name: x[:, layer, head] for name, x in weights.items()}, of_head, where, note),
+        }
+
+    def _map_figure(
+        self, model: Any, at: tuple[int, int], found: Mapping[str, float], where: str, note: str
+    ) -> Figure:  # fmt: skip
+        """The attention map of a head on the beginning of the sequence with the most triggers."""
+        import qkv
+        from qkv_lab import draw
+
+        copies, sink = found["trigger_previous"], found["other_first"]
+        if copies > heads.THRESHOLD and sink > heads.THRESHOLD:
+            title = f"Triggers attend to the previous token, all other tokens to {where}"
+        else:
+            title = f"This head does not both copy at triggers and attend to {where} elsewhere"
+        note += (
+            f"; triggers in orange. Mean weight of triggers on the previous token: {copies:.2f}; of other queries on "
+            f"{where}: {sink:.2f}."
+        )
+        held, n = self.held_out(CHECKED)["ids"], min(SHOWN, self.length)
+        ids = held[int(self.is_trigger(held[:, :n]).sum(1).argmax()), :n]
+        data = qkv.profile(model, ids[None], progress=False, map_tokens=n, probe=False).data
+        names, triggers = self.labels(ids), self.is_trigger(ids).tolist()
+        figure, (axes,) = draw.panels(title, note, width=6.2, height=4.9)
+        image = draw.heatmap(axes, data["weights"].values[0][at], rows=names, columns=names)
+        axes.set_xticks(range(n), names, rotation=0, fontsize=7.5)
+        for labels in (axes.get_yticklabels(), axes.get_xticklabels()):
+            for label, trigger in zip(labels, triggers, strict=True):
+                label.set(color=draw.COLOURS[1] if trigger else draw.INK, weight="bold" if trigger else "normal")
+        axes.set(xlabel="key", ylabel="query")
+        draw.scale(image, axes, "weight", shrink=0.8)
+        return figure
+
+    def _sink_figure(
+        self, weights: Mapping[str, np.ndarray], found: Mapping[str, float], where: str, note: str
+    ) -> Figure:  # fmt: skip
+        """Mean weights on the first and the previous token, by kind of query, and the norm of values by position."""
+        from qkv_lab import draw
+
+        norms, drain = weights["value_norm"].mean(0), found["value_drain"]
+        drained = "is drained" if drain < 1 else "is not drained"
+        title = f"Away from triggers {where} gets {found['other_first']:.0%} of the weight; its value {drained}"
+        note += ". Left: bars are means, lines from the 10th to the 90th percentile of queries."
+        figure, (bars, line) = draw.panels(title, note, columns=2, width=7.2, height=2.9)
+        trigger, other = self._queries(self.held_out(CHECKED)["ids"])
+        for shift, (name, at, colour) in enumerate((("triggers", trigger, 1), ("other tokens", other, 0))):
+            for place, key in enumerate(("previous", "first")):
+                of_queries = weights[key][at[:, : weights[key].shape[1]]]
+                x = place + 0.38 * shift - 0.19
+                bars.bar(x, of_queries.mean(), 0.36, color=draw.COLOURS[colour], label=name if place == 0 else None)
+                bars.vlines(x, *np.quantile(of_queries, (0.1, 0.9)), color=draw.INK, linewidth=1)
+        bars.set_xticks((0, 1), ("previous token", where))
+        bars.set(xlabel="key", ylabel="weight", ylim=(0, 1.05))
+        bars.legend(title="query is", fontsize=8, title_fontsize=8, frameon=False, loc="center")
+        line.plot(range(1, len(norms)), norms[1:], color=draw.COLOURS[0], linewidth=1.6)
+        line.plot(0, norms[0], "o", color=draw.COLOURS[1], markersize=6)
+        told = f"{where}: {drain:.2f} of the others' mean"
+        line.annotate(told, (0, norms[0]), (7, -1), textcoords="offset points", fontsize=8)
+        line.set(xlabel="position (tokens)", ylabel="norm of the value", ylim=(0, None))
+        return figure
 
     def files(self) -> Mapping[str, str]:
         """No files: tokens have no text."""
@@ -285,87 +355,3 @@ def _pool(task: Backcopy, size: int, seed: int) -> np.ndarray:
     raise InputError(
         f"unique is {size}, but only {len(found)} distinct sequences were found; expected fewer, or longer ones"
     )
-
-
-def _strongest_head(task: Backcopy, model: DecoderLM) -> tuple[dict[str, Any], int, int]:
-    """The result of `check`, and the layer and head with the largest weight on the first token."""
-    found = task.check(model)
-    layer, head = np.unravel_index(np.argmax(found["other_first"]), np.shape(found["other_first"]))
-    return found, int(layer), int(head)
-
-
-def _note(task: Backcopy, layer: int, head: int) -> str:
-    """The first part of a figure's note: model and head."""
-    config = task.model
-    return f"Bigram-Backcopy, layers × heads: {config.layers} × {config.heads}; layer {layer}, head {head}; held out"
-
-
-def _map_figure(task: Backcopy, model: DecoderLM) -> Figure:
-    """The attention map of the head with the strongest sink on the beginning of one sequence."""
-    import qkv
-    from qkv_lab import draw
-
-    found, layer, head = _strongest_head(task, model)
-    copies, sink = found["trigger_previous"][layer][head], found["other_first"][layer][head]
-    where = "<s>" if task.first == "fixed" else "the first token"
-    split = copies > heads.THRESHOLD and sink > heads.THRESHOLD
-    title = (
-        f"Triggers attend to the previous token, all other tokens to {where}"
-        if split
-        else f"This head does not both copy at triggers and attend to {where} elsewhere"
-    )
-    note = (
-        f"{_note(task, layer, head)}; triggers in orange. Mean weight of triggers on the previous token: {copies:.2f}; "
-        f"of other queries on {where}: {sink:.2f}."
-    )
-    # Show the sequence with the most triggers.
-    held, n = task.held_out(CHECKED)["ids"], min(SHOWN, task.length)
-    ids = held[int(task.is_trigger(held[:, :n]).sum(1).argmax()), :n]
-    data = qkv.profile(model, ids[None], progress=False, map_tokens=n, probe=False).data
-    names, triggers = task.labels(ids), task.is_trigger(ids).tolist()
-    figure, (axes,) = draw.panels(title, note, width=6.2, height=4.9)
-    image = draw.heatmap(axes, data["weights"].values[0, layer, head], rows=names, columns=names)
-    axes.set_xticks(range(n), names, rotation=0, fontsize=7.5)
-    for labels in (axes.get_yticklabels(), axes.get_xticklabels()):
-        for label, trigger in zip(labels, triggers, strict=True):
-            label.set(color=draw.COLOURS[1] if trigger else draw.INK, weight="bold" if trigger else "normal")
-    axes.set(xlabel="key", ylabel="query")
-    figure.colorbar(image, ax=axes, label="weight", shrink=0.8)
-    return figure
-
-
-def _sink_figure(task: Backcopy, model: DecoderLM) -> Figure:
-    """Mean weights on the first and the previous token, by kind of query, and the norm of values by position."""
-    from qkv_lab import draw
-
-    found, layer, head = _strongest_head(task, model)
-    ids = task.held_out(CHECKED)["ids"]
-    where = "<s>" if task.first == "fixed" else "the first token"
-    weights_of = heads.weights(model, ids)
-    norms = weights_of["value_norm"][:, layer, head].mean(0)
-    drain = found["value_drain"][layer][head]
-    drained = "is drained" if drain < 1 else "is not drained"
-    sink = found["other_first"][layer][head]
-    title = f"Away from triggers {where} gets {sink:.0%} of the weight; its value {drained}"
-    note = f"{_note(task, layer, head)}. Left: bars are means, lines from the 10th to the 90th percentile of queries."
-    figure, (bars, line) = draw.panels(title, note, columns=2, width=7.2, height=2.9)
-    trigger = task.is_trigger(ids).numpy()
-    other = ~trigger
-    other[:, 0] = False
-    for shift, (name, at, colour) in enumerate((("triggers", trigger, 1), ("other tokens", other, 0))):
-        for place, key in enumerate(("previous", "first")):
-            weights = weights_of[key][:, layer, head]
-            weights = weights[at[:, : weights.shape[1]]]
-            x = place + 0.38 * shift - 0.19
-            bars.bar(x, weights.mean(), 0.36, color=draw.COLOURS[colour], label=name if place == 0 else None)
-            bars.vlines(x, *np.quantile(weights, (0.1, 0.9)), color=draw.INK, linewidth=1)
-    bars.set_xticks((0, 1), ("previous token", where))
-    bars.set(xlabel="key", ylabel="weight", ylim=(0, 1.05))
-    bars.legend(title="query is", fontsize=8, title_fontsize=8, frameon=False, loc="center")
-    line.plot(range(1, len(norms)), norms[1:], color=draw.COLOURS[0], linewidth=1.6)
-    line.plot(0, norms[0], "o", color=draw.COLOURS[1], markersize=6)
-    line.annotate(
-        f"{where}: {drain:.2f} of the others' mean", (0, norms[0]), (7, -1), textcoords="offset points", fontsize=8
-    )
-    line.set(xlabel="position (tokens)", ylabel="norm of the value", ylim=(0, None))
-    return figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class Caption:
         held, (images, captions) = self._held_out(model)
         logits, target = model(images, captions[:, :-1]), captions[:, 1:]
         real = target != PAD
-        said = _greedy_captions(model, images)
+        said = greedy_captions(model, images)
         right = [scenes.text(np.array(x)) == scenes.text(c) for x, c in zip(said, held.captions, strict=True)]
         return {
             "loss": F.cross_entropy(logits[real], target[real]).item(),
@@ -115,7 +115,7 @@ class Caption:
         held, (images, _) = self._held_out(model)
         number = held.masks.any((2, 3)).sum(1)
         chosen = [int(np.flatnonzero(number == n)[0]) for n in sorted({*number})[-2:]]
-        said = _greedy_captions(model, images[chosen])
+        said = greedy_captions(model, images[chosen])
         captions = torch.full((len(chosen), scenes.longest(self.objects)), END, device=images.device)
         for row, words in zip(captions, said, strict=True):
             row[: len(words) + 1] = torch.tensor([START, *words])[: captions.shape[1]]
@@ -130,9 +130,13 @@ class Caption:
     def _draw(self, rng: np.random.Generator, n: int, *, held_out: bool) -> Scenes:
         return scenes.draw(rng, n, held_out=held_out, size=self.size, most=self.objects)
 
+    def unseen(self) -> Scenes:
+        """The held-out scenes."""
+        return self._draw(np.random.default_rng(0), self.held_out, held_out=True)
+
     def _held_out(self, model: nn.Module) -> tuple[Scenes, tuple[Tensor, Tensor]]:
         """The held-out scenes, and their images and captions on the model's device."""
-        drawn = self._draw(np.random.default_rng(0), self.held_out, held_out=True)
+        drawn = self.unseen()
         device = next(model.parameters()).device
         return drawn, (to_input(drawn).to(device), torch.from_numpy(drawn.captions).to(device))
 
@@ -168,12 +172,11 @@ def attention_to_objects(weights: Float[np.ndarray, "n t gh gw"], held: Scenes) 
     }
 
 
-def _greedy_captions(model: nn.Module, images: Tensor) -> list[list[int]]:
+def greedy_captions(model: Any, images: Tensor) -> list[list[int]]:
     """Greedy captions, without start and end tokens."""
-    first = torch.full((len(images), 1), START, device=images.device)
-    greedy = Sampler(temperature=0)
+    first, greedy = torch.full((len(images), 1), START, device=images.device), Sampler(temperature=0)
     longest = scenes.longest(scenes.MOST)
-    return generate(model, model.start(images), first, max_new_tokens=longest, sampling=greedy, end=END)  # type: ignore[arg-type, operator]
+    return generate(model, model.start(images), first, max_new_tokens=longest, sampling=greedy, end=END)
 
 
 def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Measured, kind: str) -> Figure:

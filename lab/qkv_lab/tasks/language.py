@@ -263,28 +263,22 @@ class Language:
 def _first_token_figure(weight: np.ndarray, task: Language) -> Figure:
     """The mean weight on the first token as a heatmap, layers by heads."""
     from qkv.profiler.data.frames import percent
-    from qkv_lab.draw import heatmap, panels
+    from qkv_lab import draw
 
     layers, columns = weight.shape
-    sinks = int((weight > heads.THRESHOLD).sum())
-    what = "<s>" if task.first == "fixed" else "The first token"
-    where = f"in {sinks or 'none'} of {weight.size} heads"
-    begins = "<s>" if task.first == "fixed" else "any token"
-    figure, (axes,) = panels(
-        f"{what} gets more than {percent(heads.THRESHOLD)} of the attention {where}",
+    sinks = int((weight > heads.THRESHOLD).sum()) or "none"
+    what, begins = ("<s>", "<s>") if task.first == "fixed" else ("The first token", "any token")
+    figure, (axes,) = draw.panels(
+        f"{what} gets more than {percent(heads.THRESHOLD)} of the attention in {sinks} of {weight.size} heads",
         f"Mean over later queries; {task.context} tokens of held-out text ({task.corpus}), the first is {begins}.",
         width=max(5.4, 0.6 * columns + 1.8),
         height=0.5 * layers + 0.6,
     )
     names = [[str(i) for i in range(n)] for n in (layers, columns)]
-    image = heatmap(axes, weight, rows=names[0], columns=names[1], vmax=1.0)
-    for (layer, head), value in np.ndenumerate(weight):
-        ink = "white" if value > 0.6 else "black"
-        axes.text(head, layer, f"{value:.2f}", ha="center", va="center", size=8, color=ink)
+    image = draw.heatmap(axes, weight, rows=names[0], columns=names[1], vmax=1.0)
     axes.set(xlabel="head", ylabel="layer", aspect="auto")
-    bar = figure.colorbar(image, ax=axes)
-    bar.set_label("mean weight on the first token", size=9)
-    bar.ax.tick_params(labelsize=8)
+    draw.write_cells(axes, image, "{:.2f}".format)
+    draw.scale(image, axes, "mean weight on the first token")
     return figure
 
 

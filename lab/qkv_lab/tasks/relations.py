@@ -268,7 +268,7 @@ class Hops(Symbols):
         heads.show_map(left, heads.maps(model, ids)[0, layer, head], ids[0], (queries, keys), names=names)
         left.set(xlabel="key: position → its pointer", ylabel="query: position → its pointer")
         left.set_title(f"layer {layer}, head {head}; squares: {hop} hop{'s' * (hop > 1)} ahead", size=9)
-        heads.show_scores(right, {f"{at}": found[f"hop_{at}"] for at in range(1, self.hops)}, size=8)
+        heads.show_scores(right, {f"{at}": found[f"hop_{at}"] for at in range(1, self.hops)})
         right.set_xlabel("hops from the query to its strongest key")
         return {"hops": figure}
 

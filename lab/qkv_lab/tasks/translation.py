@@ -20,30 +20,24 @@ from qkv_lab import grammar, translation
 from qkv_lab.grammar import Pair
 from qkv_lab.models import EncoderDecoder, EncoderDecoderConfig, RNNSeq2Seq, RNNSeq2SeqConfig
 from qkv_lab.task import Batch, Measured, Training
-from qkv_lab.translation import (
-    END,
-    PAD,
-    START,
-    VOCABULARY,
-    cross_weights,
-    greedy,
-    padded,
-    vocabularies,
-    vocabulary_file,
-)
+from qkv_lab.translation import END, PAD, START, cross_weights, vocabularies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
-    "rnn": {"attention": "none"},
-    "tanh-rnn": {"attention": "none", "cell": "rnn"},
-    "bahdanau": {"attention": "bahdanau"},
-    "luong": {"attention": "luong-general", "input_feeding": True},
-    "luong-local": {"attention": "luong-general", "input_feeding": True, "kind": "local-p", "half_width": 5},
-    "multihead": {"attention": "multihead"},
-    "transformer": {},
-}  # fmt: skip
+ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "rnn": ("A recurrent model without attention", {"attention": "none"}),
+    "tanh-rnn": ("A recurrent model of tanh cells without attention", {"attention": "none", "cell": "rnn"}),
+    "bahdanau": ("A recurrent model with Bahdanau's attention", {"attention": "bahdanau"}),
+    "luong": ("A recurrent model with Luong's attention", {"attention": "luong-general", "input_feeding": True}),
+    "luong-local": (
+        "A recurrent model with Luong's local attention",
+        {"attention": "luong-general", "input_feeding": True, "kind": "local-p", "half_width": 5},
+    ),
+    "multihead": ("A recurrent model with multi-head attention", {"attention": "multihead"}),
+    "transformer": ("A Transformer", {}),
+}
+"""What each is in a sentence, and its settings in `RNNSeq2SeqConfig`."""
 LIMITS = (7, 11, 15, 20, 30)
 """The upper limits of the groups by length, in source words."""
 STOP_WORDS = frozenset({"the", "a", "an", "some", "and", "not", "of", "to"})
@@ -104,7 +98,7 @@ class Translation:
             )  # fmt: skip
         return RNNSeq2SeqConfig(
             source, target, d_embedding=max(1, self.d_model // 2), d_hidden=self.d_model, layers=self.layers or 1,
-            heads=self.heads, dropout=self.dropout, **ARCHITECTURES[self.architecture],
+            heads=self.heads, dropout=self.dropout, **ARCHITECTURES[self.architecture][1],
         )  # fmt: skip
 
     def build(self) -> RNNSeq2Seq | EncoderDecoder:
@@ -120,7 +114,7 @@ class Translation:
         rng = Random(f"{seed} {step // BUCKETED_STEPS}")
         pairs: list[Pair] = []
         while len(pairs) < BUCKETED_STEPS * size:
-            pair = translation.sentence(rng, self.max_words)
+            pair = grammar.sentence(rng, self.max_words)
             if not is_held_out(pair):
                 pairs.append(pair)
         pairs.sort(key=lambda pair: len(pair.target))
@@ -158,7 +152,10 @@ class Translation:
         groups = self.unseen()
         pairs = [pair for group in groups for pair in group]
         batch = tensors(pairs, next(model.parameters()).device)
-        found = [vocabularies()[1].text(row) for row in greedy(model, batch["source"], batch["target"].shape[1] + 10)]
+        found = [
+            vocabularies()[1].text(row)
+            for row in translation.greedy(model, batch["source"], batch["target"].shape[1] + 10)
+        ]
         right = [" ".join(words) == " ".join(pair.target) for words, pair in zip(found, pairs, strict=True)]
         ends = np.cumsum([0, *map(len, groups)])
         parts = [slice(a, b) for a, b in pairwise(ends)]
@@ -209,8 +206,8 @@ class Translation:
         whole, last = found["exact_match"], found["exact_match_by_length"][-1]
         figure, axes = draw.panels(
             f"{whole:.0%} of held-out sentences are translated exactly, {last:.0%} of the longest",
-            f"{self._described()}; English to French by a grammar. Greedy translations of {self.held_out} held-out "
-            "sentences in each group.",
+            f"{ARCHITECTURES[self.architecture][0]}; English to French by a grammar. Greedy translations of "
+            f"{self.held_out} held-out sentences in each group.",
             columns=2, height=2.8,
         )  # fmt: skip
         labels = (("exact_match_by_length", "exact translations (%)", 100), ("bleu_by_length", "BLEU (0 … 100)", 1))
@@ -234,8 +231,8 @@ class Translation:
         which = "" if weights.shape[:2] == (1, 1) else f" Layer {layer}, head {head}, the best of all heads."
         figure, axes = draw.panels(
             f"For {checked['best_accuracy']:.0%} of French words the strongest weight is on a word they translate",
-            f"{self._described()}, held-out sentences.{which} Rows: the weights with which a word is predicted. "
-            "Outlined: the true alignment, which the model was not trained on.",
+            f"{ARCHITECTURES[self.architecture][0]}, held-out sentences.{which} Rows: the weights with which a word is "
+            "predicted. Outlined: the true alignment, which the model was not trained on.",
             columns=len(pairs), width=3.3 * len(pairs), height=3.5,
         )  # fmt: skip
         for ax, pair, w in zip(axes, pairs, weights[layer, head], strict=True):
@@ -249,25 +246,12 @@ class Translation:
             ax.spines[:].set_visible(False)
         axes[0].set_ylabel("French, predicted")
         figure.supxlabel("English, attended to", size=9)
-        bar = figure.colorbar(axes[0].images[0], ax=axes, shrink=0.7, pad=0.01)
-        bar.set_label("attention weight", size=8)
-        bar.ax.tick_params(labelsize=8)
+        draw.scale(axes[0].images[0], axes, "attention weight", shrink=0.7)
         return figure
-
-    def _described(self) -> str:
-        return {
-            "rnn": "A recurrent model without attention",
-            "tanh-rnn": "A recurrent model of tanh cells without attention",
-            "bahdanau": "A recurrent model with Bahdanau's attention",
-            "luong": "A recurrent model with Luong's attention",
-            "luong-local": "A recurrent model with Luong's local attention",
-            "multihead": "A recurrent model with multi-head attention",
-            "transformer": "A Transformer",
-        }[self.architecture]
 
     def files(self) -> Mapping[str, str]:
         """The vocabulary of both languages."""
-        return {VOCABULARY: vocabulary_file(*vocabularies())}
+        return {translation.VOCABULARY: translation.vocabulary_file(*vocabularies())}
 
 
 def alignment(weights: Float[Tensor, "b t s"], pairs: Sequence[Pair]) -> dict[str, float]:
@@ -313,8 +297,8 @@ def tensors(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> dict[s
     """Sentence pairs as a padded batch."""
     source, target = vocabularies()
     return {
-        "source": padded([source.numbers(pair.source) for pair in pairs]).to(device),
-        "target": padded([[START, *target.numbers(pair.target), END] for pair in pairs]).to(device),
+        "source": translation.padded([source.numbers(pair.source) for pair in pairs]).to(device),
+        "target": translation.padded([[START, *target.numbers(pair.target), END] for pair in pairs]).to(device),
     }
 
 
@@ -346,7 +330,7 @@ def _unseen(max_words: int, size: int) -> tuple[tuple[Pair, ...], ...]:
     ranges = _ranges(max_words)
     found: list[dict[tuple[str, ...], Pair]] = [{} for _ in ranges]
     while any(len(group) < size for group in found):
-        pair = translation.sentence(rng, max_words)
+        pair = grammar.sentence(rng, max_words)
         at = next(i for i, (_, high) in enumerate(ranges) if len(pair.source) <= high)
         if is_held_out(pair) and len(found[at]) < size:
             found[at][pair.source] = pair
