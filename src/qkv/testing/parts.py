@@ -50,7 +50,7 @@ def check_bias(
     """Check that a bias fulfils the contract of its base class; for use in your own tests.
 
     It checks: what ``apply`` or ``tile`` returns; that each score is a function of itself and its position only, so
-    that tiles do not change scores; the shortcuts ``add_gradient``, ``at``, ``part``, ``position_free``
+    that tiles do not change scores; the shortcuts ``at``, ``part``, ``position_free``
     and ``by_head``; output, weights and gradients of `attend` on every kernel against a dense definition in float64,
     with masks and queries without visible keys; finite differences; bfloat16 and float16; NaN in masked keys;
     `measure`; pickle and copy.deepcopy.
@@ -136,27 +136,7 @@ def _check_scores(bias: Bias, bound: Bias, size: Size, q: Tensor) -> float:
         some = region.of(before)
         moved = Region(slice(0, some.shape[2]), slice(0, some.shape[3]))
         agree("part", _apply(part, some, moved), region.of(after), f"of a tile of {name}: ")
-    _check_bias_gradients(bound, before, whole)
     return float(eps)
-
-
-def _check_bias_gradients(bound: Bias, before: Tensor, whole: Region) -> None:
-    """The shortcut `add_gradient` agrees with autograd through the defining method."""
-    learned = {name: x for name, x in bound.tensors().items() if x.requires_grad}
-    if not (isinstance(bound, AdditiveBias) and bound.add_gradient is not None and learned):
-        return
-    ((name, tensor),) = learned.items()
-    after = _apply(bound, before, whole)
-    slope = torch.where(after.detach().isfinite(), normal(*before.shape, seed=9), 0.0)
-    (want,) = torch.autograd.grad(after, tensor, slope)
-    total = torch.zeros_like(tensor, dtype=torch.float64)
-    for rows in (slice(0, 2), slice(2, whole.rows.stop)):
-        for columns in (slice(0, 3), slice(3, whole.columns.stop)):
-            region = replace(whole, rows=rows, columns=columns)
-            with torch.no_grad(), calling(bound, "add_gradient", "called"):
-                bound.add_gradient(total, region, region.of(slope).clone())
-    rounding, expected = ROUNDINGS * torch.finfo(want.dtype).eps * largest(want), f" by autograd on {method_of(bound)}"
-    same(bound, "add_gradient", f"of {name}: ", total, want, rounding, expected=expected)
 
 
 def check_score(
