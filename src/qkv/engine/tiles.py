@@ -348,7 +348,7 @@ class Tile:
             keys = call.grid.columns(self.columns.start, self.columns.stop)
             weights = (keys == rows.chosen[self.at][..., None]).to(self.dtype)
         else:
-            tensors = (self.masked_scores(), *([] if rows.level is None else [rows.level[self.at]]))
+            tensors = (self.masked_scores(), *([] if rows.level is None else [rows.level[self.at][..., None]]))
 
             def weigh(scores: Tensor, level: Tensor | None = None) -> Tensor:
                 return weights_of(normalizer, scores, level)
