@@ -265,8 +265,8 @@ def check_statistic(statistic: Statistic, *, heads: int = 4) -> None:
     Raises:
         CheckFailed: an `AssertionError` whose message says in one sentence what is wrong, and where.
 
-    >>> from qkv.statistics import Entropy, Statistic
-    >>> check_statistic(Entropy())
+    >>> from qkv.statistics import BUILT_IN, Statistic
+    >>> check_statistic(BUILT_IN["entropy"])
     >>> class Largest(Statistic):
     ...     name, definition = "largest", "the largest weight of a query"
     ...     def tile(self, tile):
