@@ -49,16 +49,13 @@ Need = Literal[
 ]  # fmt: skip
 
 
-def _pairwise(call: Call) -> str | None:
-    score = call.pairwise
-    return None if score is None else f"the score {type(score).__name__} is not a product of query and key"
-
-
 NEEDS: dict[Need, Callable[[Call], str | None]] = {
     "weights that are no softmax": lambda call: (
         None if call.normalizer.has_lse else f"the weights are a softmax, not {type(call.user.normalizer).__name__}"
     ),
-    "pairwise scores": _pairwise,
+    "pairwise scores": lambda call: (
+        None if call.pairwise is None else f"the score {type(call.pairwise).__name__} is not a product of query and key"
+    ),
     "biases": lambda call: "it has no biases" if call.biases else None,
     "vectors by distance": lambda call: None if call.values is None else "it has no values that depend on the distance",
     "dropout": lambda call: "dropout acts on weights, which it never forms" if call.dropout_p else None,

@@ -227,8 +227,8 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
 
 
 def _backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
-    (out, lse), (grad, grad_lse) = results, grads
-    return gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse, wanted=wanted)
+    grad, grad_lse = grads
+    return gradients(call, Partial(*results), grad, grad_lse, wanted)
 
 
 def statistics_gradients(

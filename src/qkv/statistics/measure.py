@@ -178,9 +178,13 @@ def measured(
     """
     call = detached(call)
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
-    results = None if shared is not None else _fused(call, request, output=output)
-    if results is not None:
+    by: Any = binding if call.q.device.type == "cpu" else triton  # which tests alone run on CPU
+    one_pass = shared is None and by.unsupported_reason(call) is None
+    if one_pass and (results := by.attend_and_measure(call, request, output=output)) is not None:
         out, lse, statistics = results
+        if request.statistics:
+            state = _counted(call, RowState(lse), request)
+            statistics = replace(statistics, own=own_statistics(call, state, request, statistics.row_sum))
         return None if out is None else Result(out, lse), RowState(lse), statistics
     result = attention(call) if output else None
     if rows is None:
@@ -199,25 +203,6 @@ def measured(
 def sweep(call: Call, rows: RowState, **options: Any) -> Statistics:
     """Return the statistics of `measured`, given the normalizer state of each row (log-sum-exp or threshold)."""
     return measured(call, rows, **options)[-1]
-
-
-def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
-    """Compute the output if it is wanted, log-sum-exp and statistics by compiled code; None if none serves the call.
-
-    On CPU it is the native library; the Triton kernels are only run there by tests. The statistics that the user passed
-    are added from tiles of weights.
-    """
-    by: Any = binding if call.q.device.type == "cpu" else triton
-    if by.unsupported_reason(call) is not None:
-        return None
-    results: tuple[Tensor | None, Tensor, Statistics] | None = by.attend_and_measure(call, request, output=output)
-    if results is None:
-        return None
-    out, lse, statistics = results
-    if request.statistics:
-        rows = _counted(call, RowState(lse), request)
-        statistics = replace(statistics, own=own_statistics(call, rows, request, statistics.row_sum))
-    return out, lse, statistics
 
 
 def engine(call: Call) -> str:
