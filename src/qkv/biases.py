@@ -311,6 +311,7 @@ class ByQuery(SingleTensorBias):
 
     tensor: Float[Tensor, "b h nq distances"]
     offset: int
+    depends_on_query = True
 
     @property
     def reach(self) -> int:
