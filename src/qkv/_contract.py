@@ -8,7 +8,7 @@ shortcut of the old definition. Kernels only call methods of the base class; the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import Any, ClassVar, TypeVar
 
@@ -145,13 +145,6 @@ def check_by_head(name: str, value: object, heads: int | None = None) -> None:
         raise InputError(f"{name} is {got}, expected a number or one float per query head, shape (heads,)")
     elif heads not in (None, len(value)):
         raise InputError(f"{name} has {len(value)} numbers for {heads} query heads")
-
-
-def gradients_of(result: Tensor, inputs: Sequence[Tensor], slope: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients of Σ slope · result by `inputs`; None for inputs that the result does not depend on."""
-    if not result.requires_grad:
-        return (None,) * len(inputs)
-    return torch.autograd.grad(result, list(inputs), slope.to(result.dtype), allow_unused=True)
 
 
 def unlisted_tensor(result: Tensor, listed: Mapping[str, Tensor]) -> bool:

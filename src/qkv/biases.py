@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -148,9 +147,7 @@ class AdditiveBias(Bias):
     [0.7310585975646973, 0.2689414322376251]
     """
 
-    definitions: ClassVar = {"tile": ("at", "by_head", "part", "form", "tensors", "with_tensors", "add_gradient")}
-    add_gradient: Callable[[Tensor, Region, Tensor], None] | None = None
-    """``add_gradient(total, region, slope)`` adds the gradient of the bias's only tensor to `total`, of its shape."""
+    definitions: ClassVar = {"tile": ("at", "by_head", "part", "form", "tensors", "with_tensors")}
 
     def require(self) -> None:
         require(self, AdditiveBias, "tile", "region", "the tensor to add to the scores of a region")
@@ -238,10 +235,6 @@ class TensorBias(SingleTensorBias):
     def part(self, region: Region) -> TensorBias:
         return TensorBias(region.of(self.tensor))
 
-    def add_gradient(self, total: Tensor, region: Region, slope: Tensor) -> None:
-        inside = region.of(total)
-        inside += slope.sum_to_size(inside.shape)
-
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         where = (x if size > 1 else x * 0 for x, size in zip((b, h, i, j), self.tensor.shape, strict=True))
         return score + self.tensor[tuple(where)]
@@ -262,9 +255,6 @@ class ByDistance(SingleTensorBias):
     tensor: Float[Tensor, "h distances"]
     n_keys: int | None = None  # set by `bind`
     depends_on_query = False
-
-    def part(self, region: Region) -> ByDistance:
-        return ByDistance(self.tensor[:, self.span(region)], region.columns.stop - region.columns.start)
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or self.tensor.ndim != 2 or not self.tensor.dtype.is_floating_point:
@@ -290,22 +280,14 @@ class ByDistance(SingleTensorBias):
             start, start + region.rows.stop - region.rows.start + region.columns.stop - region.columns.start - 1
         )
 
-    def tile(self, region: Region) -> Tensor:
+    def part(self, region: Region) -> ByDistance:
         span = self.tensor[region.heads if len(self.tensor) > 1 else slice(None), self.span(region)]
-        size = (1, len(span), region.rows.stop - region.rows.start, region.columns.stop - region.columns.start)
-        # Entry (i, c) of this view is row i and key stop − 1 − c.
-        reversed_ = span.as_strided(size, (0, span.stride(0), span.stride(1), span.stride(1)), span.storage_offset())
-        return reversed_.flip(-1)
+        return ByDistance(span, region.columns.stop - region.columns.start)
 
-    def add_gradient(self, total: Tensor, region: Region, slope: Tensor) -> None:
-        inside = total[region.heads] if len(total) > 1 else total
-        slope = slope.sum(0).sum_to_size(len(inside), *slope.shape[2:]).flip(-1)
-        _, rows, columns = slope.shape
-        # Row i is shifted by i, so that each column holds the pairs of one distance.
-        skewed = (
-            torch.nn.functional.pad(slope, (0, rows)).flatten(1)[:, :-rows].unflatten(1, (rows, columns + rows - 1))
-        )
-        inside[:, self.span(region)] += skewed.sum(1)
+    def tile(self, region: Region) -> Tensor:
+        part = self.part(region)
+        assert part.n_keys is not None
+        return part.tensor.unfold(1, part.n_keys, 1).flip(-1)[None]  # entry (i, c) of `unfold` is key stop − 1 − c
 
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         assert self.n_keys is not None
@@ -329,6 +311,7 @@ class ByQuery(SingleTensorBias):
 
     tensor: Float[Tensor, "b h nq distances"]
     offset: int
+    depends_on_query = True
 
     @property
     def reach(self) -> int:
@@ -340,16 +323,13 @@ class ByQuery(SingleTensorBias):
         columns = torch.arange(region.columns.start, region.columns.stop, device=self.tensor.device)
         return clipped(rows[:, None], columns, self.reach)
 
-    def _rows(self, x: Tensor, region: Region) -> Tensor:
-        return x[region.batch, region.heads, region.rows]
+    def part(self, region: Region) -> ByQuery:
+        first = self.offset + region.rows.start - region.columns.start
+        return ByQuery(self.tensor[region.batch, region.heads, region.rows], first)
 
     def tile(self, region: Region) -> Tensor:
-        rows = self._rows(self.tensor, region)
+        rows = self.tensor[region.batch, region.heads, region.rows]
         return rows.gather(3, self._index(region).expand(*rows.shape[:3], -1))
-
-    def add_gradient(self, total: Tensor, region: Region, slope: Tensor) -> None:
-        inside = self._rows(total, region)
-        inside.scatter_add_(3, self._index(region).expand(*inside.shape[:3], -1), slope.to(inside.dtype))
 
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + self.tensor[b, h, i, clipped(i + self.offset, j, self.reach)]

@@ -153,10 +153,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Form:
-    """Form of the inputs of a call: their number of dimensions, and whether they are NumPy arrays."""
+    """Form of the inputs of a call: the place of their head in tensors of four dimensions, and whether they are NumPy
+    arrays."""
 
-    ndim: int
-    array: bool
+    at: tuple[slice | int, ...] = ()
+    array: bool = False
 
     @staticmethod
     def of(*given: Any) -> tuple[Form, list[Tensor], AbstractContextManager[object]]:
@@ -164,7 +165,7 @@ class Form:
 
         The tensors have the dtype of autocast, if it is on.
         """
-        form, tensors = TENSORS, list(given)
+        form, tensors = Form(), list(given)
         if not all(isinstance(x, Tensor) and x.ndim == 4 for x in given):
             arrays = [isinstance(x, np.ndarray) for x in given]
             if any(arrays) and not all(arrays):
@@ -174,7 +175,7 @@ class Form:
             ndim = sizes.pop() if len(sizes) == 1 else 4  # `Call.of` rejects mixed shapes
             if ndim in (2, 3):
                 tensors = [x[:, None] if ndim == 3 else x[None, None] for x in tensors]
-            form = Form(ndim, arrays[0])
+            form = Form((slice(None), 0) if ndim == 3 else (0, 0) if ndim == 2 else (), arrays[0])
         dtype = autocast_dtype(tensors[0])
         if dtype is None:
             return form, tensors, nullcontext()
@@ -182,7 +183,7 @@ class Form:
 
     def back(self, x: Tensor) -> Any:
         """Return a result (batch, heads, …) in the form of the inputs."""
-        x = x[0, 0] if self.ndim == 2 else x[:, 0] if self.ndim == 3 else x
+        x = x[self.at] if self.at else x
         if not self.array:
             return x
         return (x.float() if x.dtype == torch.bfloat16 else x).detach().numpy()  # NumPy has no bfloat16
@@ -196,7 +197,7 @@ class Form:
 
     def all_back(self, record: T) -> T:
         """Return a dataclass with all tensors in it, including nested ones, in the form of the inputs."""
-        if self.ndim == 4 and not self.array:
+        if not (self.at or self.array):
             return record
         converted = copy(record)
         for one in fields(record):  # type: ignore[arg-type]
@@ -209,9 +210,6 @@ class Form:
                 value = self.all_back(value)
             object.__setattr__(converted, one.name, value)
         return converted
-
-
-TENSORS = Form(4, array=False)
 
 
 def autocast_dtype(q: Any) -> torch.dtype | None:

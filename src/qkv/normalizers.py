@@ -64,11 +64,7 @@ class Normalizer(Definition):
         """Return `weight` of scores at the level of their rows, which a `Pointwise` normalizer does not have."""
         raise NotImplementedError
 
-    # --- optional shortcuts of `SumToOne`: the same numbers, faster ---------------------------------------------------
-
-    def slope_from_weights(self, weights: Scores) -> Scores:
-        """Return ∂ weight / ∂ score as a function of the weights; only if a weight depends on score − level alone."""
-        raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
+    # --- an optional shortcut of `SumToOne`: the same numbers, faster -------------------------------------------------
 
     def level_of(self, scores: Scores) -> Float[Tensor, "*n"]:
         """Return the level of whole rows, −inf where masked, in closed form; 0 for fully masked rows."""
@@ -182,9 +178,7 @@ class SumToOne(Normalizer):
     [0.0408, 0.9529]
     """
 
-    definitions: ClassVar = {
-        "weight": ("level_of", "slope_from_weights", "has_lse", "by_head", "zero_at_minus_infinity", "tensors")
-    }
+    definitions: ClassVar = {"weight": ("level_of", "has_lse", "by_head", "zero_at_minus_infinity", "tensors")}
 
     def __init__(
         self, *, temperature: float = 1.0, sink: SinkLogits = None, key: Float[Tensor, "heads d"] | None = None
@@ -249,22 +243,16 @@ class SumToOne(Normalizer):
         return self.sink.to(like)[None, :, None]
 
 
-def weights_of(normalizer: Normalizer, scores: Scores, level: Float[Tensor, "*n"] | None) -> Scores:
+def weights_of(normalizer: Normalizer, scores: Scores, level: Level | None) -> Scores:
     """Return weights of final scores, 0 for scores of −inf; for a `Pointwise` normalizer, not yet divided.
 
     This is the definition that every kernel computes; the faster ones use a normalizer's shortcuts.
     """
-    row = None if level is None else level[..., None]
     if normalizer.zero_at_minus_infinity:
-        return checked_shape(normalizer, normalizer.weigh(scores, row), scores)
-    masked = scores == -torch.inf
-    weights = normalizer.weigh(unmasked(scores, masked, row), row)
-    return checked_shape(normalizer, weights, scores).masked_fill(masked, 0)
-
-
-def unmasked(scores: Scores, masked: Tensor, level: Level | None) -> Scores:
-    """Return scores with a finite number where masked, so that functions and derivatives never get −inf or NaN."""
-    return scores.masked_fill(masked, 0) if level is None else torch.where(masked, level.detach(), scores)
+        return checked_shape(normalizer, normalizer.weigh(scores, level), scores)
+    masked = scores == -torch.inf  # the function and its derivative never get −inf or NaN
+    finite = scores.masked_fill(masked, 0) if level is None else torch.where(masked, level.detach(), scores)
+    return checked_shape(normalizer, normalizer.weigh(finite, level), scores).masked_fill(masked, 0)
 
 
 def checked_shape(thing: object, result: Tensor, scores: Tensor, method: str = "weight") -> Tensor:
@@ -300,9 +288,6 @@ class Exponential(SumToOne):
     def level_of(self, scores: Tensor) -> Tensor:
         lse = log_sum_exp(scores)
         return lse.masked_fill(lse == -torch.inf, 0)
-
-    def slope_from_weights(self, weights: Tensor) -> Tensor:
-        return weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,13 +396,6 @@ class Entmax(SumToOne):
                 break
             tau = torch.where(moving, tau + step, tau)
         return tau / (self.alpha - 1)
-
-    def slope_from_weights(self, weights: Tensor) -> Tensor:
-        if self.alpha == 2:
-            return (weights > 0).to(weights)
-        if self.alpha == 1.5:
-            return weights.sqrt()
-        return torch.where(weights > 0, weights.clamp(min=torch.finfo(weights.dtype).tiny) ** (2 - self.alpha), 0)
 
 
 def Sparsemax(temperature: float = 1.0) -> Entmax:  # noqa: N802  (named like a class because it constructs a normalizer)

@@ -20,7 +20,7 @@ from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Mask, Padding, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
-from qkv.statistics import BUILT_IN, Local, Mass, PrefixSinkScores, Sink, Streaming, measure_weights
+from qkv.statistics import BUILT_IN, Local, Mass, PrefixSinkScores, Streaming, measure_weights
 from qkv.statistics.gradients import DIFFERENTIABLE
 from qkv.statistics.measure import Statistics
 from qkv.statistics.result import field_of
@@ -302,7 +302,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("normalizer", None, lambda: qkv.measure(Q, K, normalizer=normalizers.Identity())),  # negative weights
     ("mask", "40", lambda: qkv.measure(Q, K, statistics=[Mass("large", Dense(WIDE))])),
     ("mask", None, lambda: Mass("tensor", WIDE)),  # type: ignore[arg-type]
-    ("statistics", "one Sink object", lambda: qkv.measure(Q, K, statistics=Sink())),  # type: ignore[arg-type]
+    ("statistics", "one Local object", lambda: qkv.measure(Q, K, statistics=Local())),  # type: ignore[arg-type]
 ]
 
 test_measure_rejects_masks_queries_and_statistics_that_do_not_fit = refusals(REFUSALS)
@@ -377,7 +377,7 @@ def test_measure_agrees_with_the_statistic_objects(nq: int, nk: int, mask: Mask 
 
 def test_a_tile_holds_the_first_key_of_its_text() -> None:
     q, k, _ = triple()
-    result = qkv.measure(q, k, first=torch.tensor([3, 0]), statistics=[Sink()])
+    result = qkv.measure(q, k, first=torch.tensor([3, 0]), statistics=[BUILT_IN["sink"]])
     close(result.own["sink"], result.sink)
 
 

@@ -75,8 +75,6 @@ NORMALIZERS: list[tuple[str, Any]] = [
     ("by_head: ", bad(Pointwise, by_head=False, weight=lambda self, s: torch.sigmoid(s) * s.ndim)),
     ("weight: in torch.float32 a weight is inf", bad(Pointwise, weight=lambda self, s: torch.exp(2 * s))),
     ("weight: .*the score.*finite", bad(Pointwise, weight=lambda self, s: s * torch.sigmoid(s).detach())),
-    ("slope_from_weights: got", bad(
-        SumToOne, weight=lambda self, s, level: torch.exp(s - level), slope_from_weights=lambda self, w: 2 * w)),
     ("zero_at_minus_infinity: .*weight", bad(
         Pointwise, zero_at_minus_infinity=True, weight=lambda self, s: torch.sigmoid(s.clamp(min=-10)))),
     ("has_lse: .*expected False", bad(Pointwise, has_lse=True, weight=lambda self, s: torch.exp(s))),

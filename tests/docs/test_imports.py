@@ -25,7 +25,7 @@ ORDER = {
         "_lazy", "errors", "_contract", "_packages", "_untrusted", "_files", "_progress",
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
-        "engine", "compat", "statistics.base", "statistics.result", "reference", "native", "kernels", "linear",
+        "engine", "compat", "statistics.result", "statistics.base", "reference", "native", "kernels", "linear",
         "statistics", "choice", "_plan", "_operator", "attention", "ring",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.editing", "profiler.surveys", "profiler.explore",

@@ -21,7 +21,7 @@ from qkv.profiler import Profile, Survey, survey
 from qkv.profiler.data.variables import custom_variables
 from qkv.profiler.surveys.data import QUANTITIES
 from qkv.report.payload import payload
-from qkv.statistics import Entropy, Mass, Statistic, WeightTile
+from qkv.statistics import BUILT_IN, Mass, Statistic, WeightTile
 from survey_process import own_survey
 
 QUIET: dict[str, Any] = {"progress": False, "probe": False}
@@ -134,7 +134,7 @@ def test_padding_does_not_change_user_statistics() -> None:
 
 NEAR = qkv.masks.Window(2)
 REFUSALS: list[tuple[str, list[Any]]] = [
-    ("'entropy' is taken", [Entropy()]),
+    ("'entropy' is taken", [BUILT_IN["entropy"]]),
     ("'sink_share' is taken", [Mass("sink_share", NEAR)]),
     ("'layer' is taken", [Mass("layer", NEAR)]),
     ("'heavy_by_head'", [Heavy(), Mass("heavy_by_head", NEAR)]),

@@ -177,24 +177,25 @@ class Call:
     @cached_property
     def untracked(self) -> str | None:
         """Why only autograd through all scores finds every gradient: a learned tensor in a closure. Else None."""
-        if not torch.is_grad_enabled() or not any(map(user_defined, (self.normalizer, self.pairwise, *self.biases))):
+        own = [x for x in (self.normalizer, self.pairwise, *self.biases) if x is not None and user_defined(x)]
+        if not own or not torch.is_grad_enabled():
             return None
         like = torch.zeros(1, self.q.shape[1], 1, 1, dtype=at_least_float32(self.q.dtype), device=self.q.device)
-        region = Region(
-            slice(0, 1), slice(0, 1), slice(0, 1), slice(0, self.q.shape[1]), self.grid.offset, self.q.device
-        )
-        reason = None
-        with torch.enable_grad():
-            if user_defined(self.normalizer):
-                reason = _closed_over(self.normalizer, self.normalizer.weigh(like, like), self.normalizer.tensors())
-            if self.pairwise is not None and user_defined(self.pairwise):
+        one, heads = slice(0, 1), slice(0, self.q.shape[1])
+        for thing in own:
+            if isinstance(thing, Normalizer):
+                result = thing.weigh(like, like)
+            elif isinstance(thing, Pairwise):
                 q, k = (x[:1, :, :1].detach().to(like) for x in (self.q, self.k))
-                k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-                reason = reason or _closed_over(self.pairwise, self.pairwise.scores(q, k), self.pairwise.tensors())
-            for bias in self.biases:
-                if user_defined(bias):
-                    reason = reason or _closed_over(bias, bias.apply(like, region), bias.tensors())
-        return reason
+                result = thing.scores(q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))
+            else:
+                result = thing.apply(like, Region(one, one, one, heads, self.grid.offset, self.q.device))
+            if unlisted_tensor(result, thing.tensors()):
+                return (
+                    f"{type(_definer(thing)).__name__} uses a tensor that requires a gradient and is not among its "
+                    "attributes; only autograd through all scores (kernel='eager') differentiates it"
+                )
+        return None
 
     @property
     def needs_grad(self) -> bool:
@@ -297,15 +298,6 @@ def user_defined(thing: object) -> bool:
 def _definer(thing: object) -> object:
     """Return the object whose methods compute a thing: the normalizer of its logarithms, else the thing itself."""
     return thing.normalizer if isinstance(thing, LogWeight) else thing
-
-
-def _closed_over(thing: object, result: Tensor, listed: Mapping[str, Tensor]) -> str | None:
-    if not unlisted_tensor(result, listed):
-        return None
-    return (
-        f"{type(_definer(thing)).__name__} uses a tensor that requires a gradient and is not among its attributes; "
-        "only autograd through all scores (kernel='eager') differentiates it"
-    )
 
 
 def zero_masked_nonfinite(

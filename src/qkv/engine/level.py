@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.errors import InputError
-from qkv.normalizers import Normalizer, Scores, SumToOne, checked_shape, unmasked, weights_of
+from qkv.normalizers import Normalizer, Scores, SumToOne, checked_shape, weights_of
 
 PerRow = Float[Tensor, "*n"]
 
@@ -173,7 +173,7 @@ def solved_weights(
         level, weights = search_level(normalizer, scores)
         return weights, level
     level = level_of_rows(normalizer, scores) if level is None else level
-    return weights_of(normalizer, scores, level), level
+    return weights_of(normalizer, scores, level[..., None]), level
 
 
 class _Solved(torch.autograd.Function):
@@ -184,78 +184,45 @@ class _Solved(torch.autograd.Function):
         ctx: Any, normalizer: Normalizer, level: Tensor | None, scores: Tensor, *learned: Tensor
     ) -> tuple[Tensor, Tensor]:
         level = level_of_rows(normalizer, scores) if level is None else level.clone()
-        ctx.normalizer, ctx.recorded = normalizer, None
-        if _by_difference(normalizer):
-            weights = weights_of(normalizer, scores, level)
-        else:
-            ctx.recorded = _recorded(normalizer, scores.detach(), level[..., None].expand_as(scores).detach())
-            weights = ctx.recorded[2].detach()
-        ctx.save_for_backward(scores, weights, level, *learned)
-        return weights, level
+        ctx.normalizer = normalizer
+        ctx.recorded = _recorded(normalizer, scores.detach(), level[..., None].expand_as(scores).detach())
+        ctx.save_for_backward(scores, level, *learned)
+        return ctx.recorded[2].detach(), level
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_level: Tensor) -> tuple[Tensor | None, ...]:
-        scores, weights, level, *learned = ctx.saved_tensors
-        normalizer, again, recorded = ctx.normalizer, torch.is_grad_enabled(), ctx.recorded
+        scores, level, *learned = ctx.saved_tensors
+        normalizer, again = ctx.normalizer, torch.is_grad_enabled()
         if again and learned:
             raise InputError(
                 f"{type(normalizer).__name__}: create_graph is True, but a SumToOne normalizer with learned "
                 "tensors has no second derivatives; expected create_graph=False"
             )
-
-        def of_weights(falls: Tensor) -> Tensor:
-            """Return the gradient of each weight at a fixed level, minus that through the level."""
-            total = falls.sum(-1)
-            inner = ((grad * falls).sum(-1) - grad_level) / torch.where(total == 0, 1.0, total)
-            return grad - inner.masked_fill(total == 0, 0)[..., None]
-
-        if not again and recorded is None:
-            falls = normalizer.slope_from_weights(weights)
-            return None, None, falls * of_weights(falls)
+        s, at, weights = ctx.recorded
         if again:  # aliases give partial derivatives, since the level also depends on the scores
-            recorded = _recorded(normalizer, scores.view_as(scores), level[..., None].expand_as(scores))
-        s, at, weights = recorded
-        ones = torch.ones_like(weights)
-        (slopes,) = torch.autograd.grad(weights, at, ones, create_graph=again, retain_graph=True)
-        gradients = torch.autograd.grad(
-            weights, (s, *learned), of_weights(-slopes), create_graph=again, retain_graph=True, allow_unused=True
-        )
-        return None, None, *gradients
+            s, at, weights = _recorded(normalizer, scores.view_as(scores), level[..., None].expand_as(scores))
+        ones = torch.ones_like(weights)  # a weight depends on its own score alone, and so does its derivative
+        slopes, rises = torch.autograd.grad(weights, (s, at), ones, create_graph=again, retain_graph=True)
+        total = rises.sum(-1)
+        through_level = (grad_level + (grad * rises).sum(-1)) / torch.where(total == 0, 1.0, total)
+        of_weights = grad - through_level.masked_fill(total == 0, 0)[..., None]
+        of_learned = torch.autograd.grad(weights, learned, of_weights, allow_unused=True) if learned else ()
+        return None, None, slopes * of_weights, *of_learned
 
 
 @torch.enable_grad()
 def _recorded(normalizer: Normalizer, scores: Tensor, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores and levels that require gradients, and their weights."""
     scores, level = (x if x.requires_grad else x.detach().requires_grad_() for x in (scores, level))
-    masked = scores == -torch.inf
-    return scores, level, normalizer.weigh(unmasked(scores, masked, level), level).masked_fill(masked, 0)
-
-
-def _by_difference(normalizer: Normalizer) -> bool:
-    """Return whether a weight depends on score − level alone, and its derivative is known from the weight."""
-    return overrides(normalizer, SumToOne, "slope_from_weights") and not normalizer.tensors()
-
-
-def level_slopes(normalizer: Normalizer, scores: Tensor, level: Tensor, weights: Tensor) -> Tensor:
-    """Return −∂ weight / ∂ level of whole rows; 0 for scores of −inf."""
-    if _by_difference(normalizer):
-        return normalizer.slope_from_weights(weights)
-    masked = scores == -torch.inf
-    with torch.enable_grad():
-        at = level[..., None].expand_as(scores).contiguous().requires_grad_()
-        weights = normalizer.weigh(unmasked(scores, masked, level[..., None]), at)
-    if not weights.requires_grad:
-        return torch.zeros_like(scores)
-    (falls,) = torch.autograd.grad(weights, at, -torch.ones_like(weights), allow_unused=True)
-    return torch.zeros_like(scores) if falls is None else falls.masked_fill_(masked, 0)
+    return scores, level, weights_of(normalizer, scores, level)
 
 
 def sink_weight(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:
     """Return the weight of a sink at the level of each row."""
-    return weights_of(normalizer, sink.expand_as(level)[..., None], level)[..., 0]
+    return weights_of(normalizer, sink.expand_as(level)[..., None], level[..., None])[..., 0]
 
 
 def sink_slope(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:
     """Return −∂ weight / ∂ level of a sink at the level of each row."""
-    weight = sink_weight(normalizer, sink, level)
-    return level_slopes(normalizer, sink.expand_as(level)[..., None], level, weight[..., None])[..., 0]
+    _, at, weights = _recorded(normalizer, sink.expand_as(level)[..., None], level[..., None])
+    return -torch.autograd.grad(weights, at, torch.ones_like(weights))[0][..., 0]

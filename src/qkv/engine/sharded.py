@@ -185,7 +185,8 @@ class Shared:
         bound = tuple(one.bind(call.q, grid, call.factor) for one in biases)
         for one, whole in zip(biases, bound, strict=True):
             whole.require()
-            if not (whole.position_free or overrides(whole, Bias, "part")):
+            of_local_rows = whole is not one and whole.depends_on_query  # which `part` of the whole matrix cannot cut
+            if not whole.position_free and (of_local_rows or not overrides(whole, Bias, "part")):
                 raise InputError(
                     f"group: bias is {type(one).__name__}, which cannot be sharded; expected one with the method "
                     "part(region), such as ALiBi, T5Bias, ByDistance, TensorBias or SoftCap"

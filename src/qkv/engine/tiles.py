@@ -18,7 +18,8 @@ from cachetools import LRUCache
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv.biases import AdditiveBias, Bias
+from qkv._contract import overrides
+from qkv.biases import Bias
 from qkv.engine.call import Call, RowState, at_least_float32, user_defined
 from qkv.engine.sizes import readable, sizes
 from qkv.engine.transforms import transforming
@@ -106,12 +107,13 @@ class Leaves:
     """
 
     SLICED = ("q", "k", "v", "sink", "shift")
-    """The tensors of which a tile takes a slice; of an additive bias it takes the tile."""
+    """The tensors of which a tile takes a slice; of a bias it takes the part."""
 
     def __init__(self, call: Call, wanted: set[str]) -> None:
         wide, named = at_least_float32(call.q.dtype), call.tensors()
         self.totals = {name: torch.zeros_like(x, dtype=wide) for name, x in named.items() if name in wanted}
-        tiled = {f"bias {i} tensor" for i, bias in enumerate(call.biases) if adds_gradient(bias)}
+        parts = {i: bias.tensors() for i, bias in enumerate(call.biases) if _has_parts(bias)}
+        tiled = {f"bias {i} {name}" for i, tensors in parts.items() for name in tensors}
         whole = self.totals.keys() - tiled - {*self.SLICED}
         self.call = call.with_tensors({name: named[name].detach().requires_grad_() for name in whole})
         if call.pairwise is not None and not user_defined(call.pairwise):
@@ -130,6 +132,15 @@ class Leaves:
         self._slices.append((leaf, add))
         return leaf
 
+    def part_of_bias(self, i: int, region: Region) -> Bias:
+        """Return bias number i in a region, with leaves as its tensors."""
+        bias, part = self.call.biases[i], self.call.biases[i].part(region)
+        totals = {name: x for name in bias.tensors() if (x := self.totals.get(f"bias {i} {name}")) is not None}
+        sums, tensors = bias.with_tensors(totals).part(region).tensors(), part.tensors()
+        return part.with_tensors({
+            name: self.leaf(tensors[name].to(sums[name].dtype), sums[name].add_) for name in totals
+        })  # fmt: skip
+
     def backward(self, *results: tuple[Tensor | None, Tensor | None]) -> None:
         """Add the gradients of all leaves, given results with their gradients, and forget the slices."""
         given = [(x, grad.to(x.dtype)) for x, grad in results if x is not None and grad is not None and x.requires_grad]
@@ -143,9 +154,9 @@ class Leaves:
         self._slices.clear()
 
 
-def adds_gradient(bias: Bias) -> bool:
-    """Return whether the gradient of a bias is added to a sum tile by tile, given that of its tile."""
-    return isinstance(bias, AdditiveBias) and bias.add_gradient is not None
+def _has_parts(bias: Bias) -> bool:
+    """Return whether the tensors of a part of a bias are slices of those of the whole."""
+    return overrides(bias, Bias, "part") and overrides(bias, Bias, "with_tensors")
 
 
 class Tile:
@@ -276,9 +287,9 @@ class Tile:
             region = replace(self.region, heads=slice(0, self.call.q.shape[1]))
             biased = self.with_all_heads(lambda x: bias.apply(x, region), scores)
             return checked_shape(bias, biased, scores, "apply")
-        total = None if self.leaves is None else self.leaves.totals.get(f"bias {i} tensor")
-        if total is not None and isinstance(bias, AdditiveBias) and (add := bias.add_gradient) is not None:
-            return scores + self.leaves.leaf(bias.added(self.region).to(scores), lambda x: add(total, self.region, x))  # type: ignore[union-attr]
+        if self.leaves is not None and _has_parts(bias):
+            rows, columns = (slice(0, n) for n in self.shape[2:])
+            return self.leaves.part_of_bias(i, self.region).apply(scores, Region(rows, columns))
         return bias.apply(scores, self.region)
 
     def scores(self) -> Scores:
@@ -337,7 +348,7 @@ class Tile:
             keys = call.grid.columns(self.columns.start, self.columns.stop)
             weights = (keys == rows.chosen[self.at][..., None]).to(self.dtype)
         else:
-            tensors = (self.masked_scores(), *([] if rows.level is None else [rows.level[self.at]]))
+            tensors = (self.masked_scores(), *([] if rows.level is None else [rows.level[self.at][..., None]]))
 
             def weigh(scores: Tensor, level: Tensor | None = None) -> Tensor:
                 return weights_of(normalizer, scores, level)

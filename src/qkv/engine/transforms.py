@@ -49,16 +49,13 @@ Need = Literal[
 ]  # fmt: skip
 
 
-def _pairwise(call: Call) -> str | None:
-    score = call.pairwise
-    return None if score is None else f"the score {type(score).__name__} is not a product of query and key"
-
-
 NEEDS: dict[Need, Callable[[Call], str | None]] = {
     "weights that are no softmax": lambda call: (
         None if call.normalizer.has_lse else f"the weights are a softmax, not {type(call.user.normalizer).__name__}"
     ),
-    "pairwise scores": _pairwise,
+    "pairwise scores": lambda call: (
+        None if call.pairwise is None else f"the score {type(call.pairwise).__name__} is not a product of query and key"
+    ),
     "biases": lambda call: "it has no biases" if call.biases else None,
     "vectors by distance": lambda call: None if call.values is None else "it has no values that depend on the distance",
     "dropout": lambda call: "dropout acts on weights, which it never forms" if call.dropout_p else None,
@@ -86,12 +83,12 @@ def unmet(call: Call, offers: Collection[Need]) -> str | None:
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Identity on gradients, whose own backward raises an error."""
+    """Identity on a gradient that depends on `sources`, whose own backward raises an error."""
 
     @staticmethod
-    def forward(ctx: Any, error: InputError, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, error: InputError, gradient: Tensor, *sources: Tensor) -> Tensor:
         ctx.error = error
-        return tuple(x.view_as(x) for x in tensors[:count])
+        return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
@@ -107,15 +104,12 @@ def once_differentiable(
     """
     if not torch.is_grad_enabled():
         return grads
-    present = [x for x in grads if x is not None]
-    sources = [x for x in inputs if x.requires_grad]
-    error = kernel
+    sources, error = [x for x in inputs if x.requires_grad], kernel
     if not isinstance(kernel, InputError):
         error = InputError(
             f"kernel {kernel!r} has only first derivatives, but second ones were requested; pass kernel='eager'"
         )
-    marked = iter(_OnceDifferentiable.apply(error, len(present), *present, *sources))
-    return tuple(None if x is None else next(marked) for x in grads)
+    return [None if x is None else _OnceDifferentiable.apply(error, x, *sources) for x in grads]
 
 
 Results = tuple[Any, ...]

@@ -87,30 +87,26 @@ def serving(server: Server | None) -> Iterator[None]:
 
 def watching(watcher: Watcher) -> AbstractContextManager[None]:
     """Open a context in which `watcher` is called with every call and its result, on this thread."""
-
-    def server(call: Any, compute: Callable[[Any], Result], fused: bool) -> Result:
-        result = _served_around(server, call, compute, fused)
-        watcher(call, result)
-        return result
-
-    return serving(server)
+    return _intercepting(lambda call: call, watcher)
 
 
 def changing(change: Callable[[Call], Call]) -> AbstractContextManager[None]:
     """Open a context in which `change` replaces every call, on this thread, before it is served."""
+    return _intercepting(change, lambda call, result: None)
+
+
+def _intercepting(change: Callable[[Any], Any], watcher: Watcher) -> AbstractContextManager[None]:
+    """Open a context in which the server of the context around it, such as an edit, gets every call after `change`."""
 
     def server(call: Any, compute: Callable[[Any], Result], fused: bool) -> Result:
-        return _served_around(server, change(call), compute, fused)
+        servers, call = [entry[0] for entry in _SERVERS.get()], change(call)
+        at = servers.index(server)
+        around = servers[at - 1] if at else None
+        result = compute(call) if around is None else around(call, compute, fused)
+        watcher(call, result)
+        return result
 
     return serving(server)
-
-
-def _served_around(server: Server, call: Any, compute: Callable[[Any], Result], fused: bool) -> Result:
-    """Return the result of a call by the server of the context around that of `server`, such as an edit."""
-    servers = [entry[0] for entry in _SERVERS.get()]
-    at = servers.index(server)
-    around = servers[at - 1] if at else None
-    return compute(call) if around is None else around(call, compute, fused)
 
 
 def watched() -> bool:

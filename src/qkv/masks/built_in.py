@@ -84,16 +84,12 @@ class Window(_OfDistance):
     ahead: int = 0
 
     def __post_init__(self) -> None:
-        _check_window(self)
+        whole(self, "size", 1, "the query's own key")
+        whole(self, "ahead", 0, "keys after the query")
 
     @property
     def _distances(self) -> tuple[float, float, int]:
         return -self.ahead, self.size - 1, 1
-
-
-def _check_window(mask: Window | Dilated) -> None:
-    whole(mask, "size", 1, "the query's own key")
-    whole(mask, "ahead", 0, "keys after the query")
 
 
 @dataclass(frozen=True)
@@ -132,8 +128,9 @@ class Dilated(_OfDistance):
     ahead: int = 0
 
     def __post_init__(self) -> None:
-        _check_window(self)
+        whole(self, "size", 1, "the query's own key")
         whole(self, "step", 1, "positions")
+        whole(self, "ahead", 0, "keys after the query")
 
     @property
     def _distances(self) -> tuple[float, float, int]:

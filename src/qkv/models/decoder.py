@@ -273,18 +273,14 @@ class DecoderLM(nn.Module):
         (2, torch.Size([1, 4, 3, 3]))
         """
         weights: list[Tensor] | None = [] if return_weights else None
-        logits = F.linear(self._hidden(ids, weights), *self._output())
+        logits = F.linear(self.hidden(ids, weights), *self._output())
         return logits if weights is None else (logits, tuple(weights))
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`
 
-    def hidden(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n d_model"]:
-        """Final hidden states, the input of the output matrix."""
-        return self._hidden(ids)
-
-    def _hidden(self, ids: Tensor, weights: list[Tensor] | None = None) -> Tensor:
-        """Final hidden states; the weights of each layer are appended to `weights`, if it is a list."""
+    def hidden(self, ids: Int[Tensor, "b n"], weights: list[Tensor] | None = None) -> Float[Tensor, "b n d_model"]:
+        """Final hidden states, the input of the output matrix; a list of `weights` gets those of each layer."""
         self._check(ids, 0)
         x = self._embedded(ids, 0, None)
         for block in self.blocks:

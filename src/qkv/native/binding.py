@@ -290,24 +290,24 @@ def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h 
     arguments = prepared(call)
     out, lse = arguments.output(), empty(*call.q.shape[:3])
     arguments.with_tensors(lse=lse)
-    return (out.to(call.v.dtype), lse) if attend(arguments) else None
+    return (out.to(call.v.dtype), lse) if run(arguments) else None
 
 
-def attend(prepared_call: Prepared) -> bool:
-    """Run the function for the dtype of the products and the number of rows that share a key head; as `run`."""
-    c, compiled = prepared_call.arguments, library()
+def run(of: Prepared | Gradients) -> bool:
+    """Compute attention, or its gradients, by the function for the dtype and the number of rows of a key head.
+
+    False if a score or an output is not finite: the results are not to be used.
+    """
+    compiled, c = library(), of.call if isinstance(of, Gradients) else of.arguments
     assert not isinstance(compiled, str)
-    if prepared_call.held[0].dtype == torch.bfloat16:
-        return run(compiled.qkv_attend_bfloat16, c)
-    return run(compiled.qkv_decode if c.nq * c.h <= FEW_ROWS * c.hkv else compiled.qkv_attend, c)
-
-
-def run(function: Any, arguments: Arguments | Gradients) -> bool:
-    """Call a function of the library. False if a score or an output is not finite: its results are not to be used."""
-    status: int = function(arguments)
+    if isinstance(of, Gradients):
+        status: int = compiled.qkv_gradients(of)
+    elif of.held[0].dtype == torch.bfloat16:
+        status = compiled.qkv_attend_bfloat16(c)
+    else:
+        status = (compiled.qkv_decode if c.nq * c.h <= FEW_ROWS * c.hkv else compiled.qkv_attend)(c)
     if status == 1:
-        sizes = arguments.call if isinstance(arguments, Gradients) else arguments
-        raise MemoryError(f"attention of {sizes.nq} queries and {sizes.nk} keys needs more memory than there is")
+        raise MemoryError(f"attention of {c.nq} queries and {c.nk} keys needs more memory than there is")
     return status == 0
 
 
@@ -412,7 +412,7 @@ def measured(
     c.rows, c.visible_heads, c.firsts = start, prepared_call.heads, (I64 * c.b)(*firsts)
     c.lse, c.received = start + 4 * places["lse"][2], start + 4 * places["received"][2]
     c.visible, c.visible_queries = start + 4 * places["visible"][2], start + 4 * places["visible_queries"][2]
-    return (out, Statistics._of(numbers, places)) if attend(prepared_call) else None
+    return (out, Statistics._of(numbers, places)) if run(prepared_call) else None
 
 
 @functools.lru_cache(maxsize=64)

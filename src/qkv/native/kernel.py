@@ -117,7 +117,7 @@ def plain(
         return None
     if not tracked(q, k, v):
         out = arguments.output()
-        if not binding.attend(arguments):
+        if not run(arguments):
             return None
         return out if q.dtype == torch.float32 else out.to(q.dtype)
     if arguments.held[0].dtype != q.dtype:
@@ -125,7 +125,7 @@ def plain(
         return None if wide is None else wide.to(q.dtype)
     out, lse = arguments.output(), empty(*q.shape[:3])
     c = arguments.with_tensors(lse=lse)
-    if not binding.attend(arguments):
+    if not run(arguments):
         return None
 
     def backward(tensors: dict[str, Tensor], results: Results, more: Results, grads: Results, wanted: set[str]) -> Any:
@@ -185,7 +185,7 @@ def _gradients(
     scores.dq, scores.dk = gradients["q"].data_ptr(), gradients["k"].data_ptr()
     out = None if out is None else out.float().contiguous()
     scores.call = prepared_call.with_tensors(lse=lse.float().contiguous(), out=out)
-    run(library().qkv_gradients, scores)  # type: ignore[union-attr]
+    run(scores)
     return gradients
 
 
@@ -227,8 +227,8 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
 
 
 def _backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
-    (out, lse), (grad, grad_lse) = results, grads
-    return gradients_of(call, lse, out=out, grad=grad, grad_lse=grad_lse, wanted=wanted)
+    grad, grad_lse = grads
+    return gradients(call, Partial(*results), grad, grad_lse, wanted)
 
 
 def statistics_gradients(

@@ -10,56 +10,21 @@ their own by inheriting from `Statistic`.
 from typing import TYPE_CHECKING
 
 from qkv._lazy import lazy
-from qkv.statistics.base import (
-    FIELDS,
-    At,
-    Distance,
-    EffectiveKeys,
-    Entropy,
-    Local,
-    Mass,
-    Next,
-    PrefixSinkScores,
-    Previous,
-    Received,
-    Self,
-    Sink,
-    Spread,
-    Statistic,
-    Streaming,
-    Visible,
-    VisibleQueries,
-    WeightTile,
-)
+from qkv.statistics.base import BUILT_IN, Local, Mass, PrefixSinkScores, Statistic, Streaming, WeightTile
 from qkv.statistics.result import Statistics, Thumbnail
 
 if TYPE_CHECKING:
     from qkv.statistics.measure import measure_weights
 
-BUILT_IN: dict[str, Statistic] = {s.name: s for field, s in FIELDS.items() if field != "row_sum"}
-"""The statistics that `measure` always returns, by name."""
-
 __all__ = [
     "BUILT_IN",
-    "At",
-    "Distance",
-    "EffectiveKeys",
-    "Entropy",
     "Local",
     "Mass",
-    "Next",
     "PrefixSinkScores",
-    "Previous",
-    "Received",
-    "Self",
-    "Sink",
-    "Spread",
     "Statistic",
     "Statistics",
     "Streaming",
     "Thumbnail",
-    "Visible",
-    "VisibleQueries",
     "WeightTile",
     "measure_weights",
 ]

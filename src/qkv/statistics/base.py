@@ -1,13 +1,13 @@
 """The base class of statistics, the built-in ones, and those of installed packages by name.
 
-Each built-in statistic is one class, whose definition the tiles of weights are added up with.
+The built-in ones are rows of a table: their definition in words and as a function of a tile of weights.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -21,6 +21,7 @@ from qkv._contract import Definition, require
 from qkv._registry import Registry
 from qkv.errors import InputError, kind_of
 from qkv.masks import Dense, Grid, Mask, Prefix, Region, Window
+from qkv.statistics.result import field_of
 
 LOG_OF_ZERO = -1e30  # stands for ln 0: finite, so that 0 · ln 0 = 0
 
@@ -204,7 +205,7 @@ def validated(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
 def of_equal_keys(statistic: Statistic) -> list[float]:
     """Return the values of a statistic where each of four tokens attends equally to itself and those before it.
 
-    >>> of_equal_keys(Self())[:2]
+    >>> of_equal_keys(BUILT_IN["self"])[:2]
     [1.0, 0.5]
     """
     grid = Grid.of(4, 4)
@@ -212,188 +213,6 @@ def of_equal_keys(statistic: Statistic) -> list[float]:
     tile = WeightTile(weights, Region(slice(0, 4), slice(0, 4)), grid, weights > 0)
     values = statistic.finish(statistic.added(tile), weights.sum(-1))
     return [round(x, 3) for x in values[0, 0].tolist()]
-
-
-class Received(Statistic):
-    """The attention that a key receives: the sum of the weights that all queries put on it.
-
-    >>> of_equal_keys(Received())
-    [2.083, 1.083, 0.583, 0.25]
-    """
-
-    name, label, unit, over, highest, logarithmic = "received", "Received", "queries", "key", 20.0, True
-    definition = "sum of the weights that all queries put on the key"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        return tile.weights.sum(-2, dtype=torch.float64)
-
-
-class Visible(Statistic):
-    """The number of keys that a query may attend to.
-
-    >>> of_equal_keys(Visible())
-    [1.0, 2.0, 3.0, 4.0]
-    """
-
-    name, label, unit, highest, logarithmic = "visible", "Visible keys", "keys", 20.0, True
-    definition = "how many keys the query may attend to"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        return tile.counted.sum(-1).expand(tile.weights.shape[:3])
-
-
-class VisibleQueries(Statistic):
-    """The number of queries that may attend to a key.
-
-    >>> of_equal_keys(VisibleQueries())
-    [4.0, 3.0, 2.0, 1.0]
-    """
-
-    name, label, unit, over, highest, logarithmic = "visible_queries", "Visible queries", "queries", "key", 20.0, True
-    definition = "how many queries may attend to the key"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        return tile.counted.sum(-2).expand(*tile.weights.shape[:2], -1)
-
-
-class Entropy(Statistic):
-    """How evenly a query's weights are spread, in nats: 0 on one key, ln n over n equal ones.
-
-    >>> of_equal_keys(Entropy())
-    [0.0, 0.693, 1.099, 1.386]
-    """
-
-    name, label, unit, highest = "entropy", "Entropy", "nats", 14.0
-    definition = "−Σ a ln a of the query's weights a, which add up to 1 over the keys"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        return -(tile.weights * tile.log_weights).sum(-1)
-
-    def finish(self, total: Tensor, mass: Tensor) -> Tensor:
-        safe = torch.where(mass == 0, 1.0, mass)  # NaN is kept
-        return torch.where(mass == 0, 0.0, total / safe + safe.log()).clamp(min=0)
-
-
-class EffectiveKeys(Statistic):
-    """The effective number of keys that share a query's weight (participation ratio, Rényi-2 perplexity).
-
-    >>> of_equal_keys(EffectiveKeys())
-    [1.0, 2.0, 3.0, 4.0]
-    """
-
-    name, label, unit, highest, logarithmic = "effective_keys", "Effective keys", "keys", 20.0, True
-    definition = "1 / Σ a²: how many keys share the weight"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        return torch.linalg.vector_norm(tile.weights, dim=-1, dtype=torch.float64).square()
-
-    def finish(self, total: Tensor, mass: Tensor) -> Tensor:
-        return torch.where(total == 0, 0.0, mass.square() / torch.where(total == 0, 1.0, total))
-
-
-class Distance(Statistic):
-    """The mean distance between a query and the keys it attends to, by weight.
-
-    >>> of_equal_keys(Distance())
-    [0.0, 0.5, 1.0, 1.5]
-    """
-
-    name, label, unit, highest, logarithmic, one_text = "distance", "Distance", "tokens", 20.0, True, True
-    definition = "mean distance to the keys, by weight"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        return (tile.weights * tile.distances.abs().to(tile.weights)).sum(-1, dtype=torch.float64)
-
-    def finish(self, total: Tensor, mass: Tensor) -> Tensor:
-        return total / torch.where(mass == 0, 1.0, mass)
-
-
-class Spread(Statistic):
-    """The standard deviation of the positions of the keys that a query attends to, by weight.
-
-    >>> of_equal_keys(Spread())
-    [0.0, 0.5, 0.816, 1.118]
-    """
-
-    name, label, unit, highest, logarithmic, parts = "spread", "Spread", "tokens", 20.0, True, 2
-    definition = "standard deviation of the keys' positions, by weight"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        first, steps = tile.distances[:, :1].double().T, tile.keys.double() - tile.keys[0]
-        mass, one, two = (tile.weights.double() @ torch.stack([steps**n for n in range(3)], 1)).unbind(-1)
-        return torch.stack([first * mass - one, first.square() * mass - 2 * first * one + two])
-
-    def finish(self, total: Tensor, mass: Tensor) -> Tensor:
-        mean, square = total / torch.where(mass == 0, 1.0, mass)
-        return (square - mean.square()).clamp(min=0).sqrt()
-
-
-class At(Statistic):
-    """The weight on the key that is `before` tokens before the query; subclasses set `before`.
-
-    >>> import torch, qkv
-    >>> class TwoBack(At):
-    ...     name, definition, before = "two_back", "weight on the token two before", 2
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> qkv.measure(x, x, statistics=[TwoBack()]).own["two_back"][0, 0].tolist()
-    [0.0, 0.0, 0.25, 0.25]
-    """
-
-    share, one_text = True, True
-    before = 0
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        diagonal = tile.distances == self.before
-        return (tile.weights * diagonal).sum(-1)
-
-
-class Self(At):
-    """The weight on the query's own token.
-
-    >>> of_equal_keys(Self())
-    [1.0, 0.5, 0.333, 0.25]
-    """
-
-    name, label, definition = "self", "Self", "weight on the query's own token"
-
-
-class Previous(At):
-    """The weight on the token one before.
-
-    >>> of_equal_keys(Previous())
-    [0.0, 0.5, 0.333, 0.25]
-    """
-
-    name, label, definition = "previous", "Previous token", "weight on the token one before"
-    before, from_second = 1, True
-
-
-class Next(At):
-    """The weight on the token one after.
-
-    >>> import torch, qkv
-    >>> x = torch.zeros(1, 1, 4, 8)
-    >>> qkv.measure(x, x, statistics=[Next()]).own["next"][0, 0].tolist()
-    [0.25, 0.25, 0.25, 0.0]
-    """
-
-    name, label, definition = "next", "Next token", "weight on the token one after"
-    before = -1
-
-
-class Sink(Statistic):
-    """The weight on the first token of the text: with padding on the left, the key that `first` of `measure` names.
-
-    >>> of_equal_keys(Sink())
-    [1.0, 0.5, 0.333, 0.25]
-    """
-
-    name, label, share, definition = "sink", "First token", True, "weight on the first token of the text"
-    from_second = True
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        column = tile.first - tile.region.columns.start
-        return tile.weights[..., max(0, column) : max(0, column + 1)].sum(-1)
 
 
 class PrefixSinkScores(Statistic):
@@ -509,25 +328,114 @@ class Streaming(Mass):
         self.label = "Streaming"
 
 
-class RowSum(Statistic):
-    """The sum of a query's weights.
+def _entropy(total: Tensor, mass: Tensor) -> Tensor:
+    safe = torch.where(mass == 0, 1.0, mass)  # NaN is kept
+    return torch.where(mass == 0, 0.0, total / safe + safe.log()).clamp(min=0)
 
-    >>> of_equal_keys(RowSum())
-    [1.0, 1.0, 1.0, 1.0]
+
+def _moments(tile: WeightTile) -> Tensor:
+    """Return the first two moments of the distances of the keys, from those of their places in the tile."""
+    first, steps = tile.distances[:, :1].double().T, tile.keys.double() - tile.keys[0]
+    mass, one, two = (tile.weights.double() @ torch.stack([steps**n for n in range(3)], 1)).unbind(-1)
+    return torch.stack([first * mass - one, first.square() * mass - 2 * first * one + two])
+
+
+def _deviation(total: Tensor, mass: Tensor) -> Tensor:
+    mean, square = total / torch.where(mass == 0, 1.0, mass)
+    return (square - mean.square()).clamp(min=0).sqrt()
+
+
+def _at(before: int) -> Callable[[WeightTile], Tensor]:
+    """Return what a tile adds to the weight on the key that is `before` tokens before the query."""
+    return lambda tile: (tile.weights * (tile.distances == before)).sum(-1)
+
+
+def _first(tile: WeightTile) -> Tensor:
+    column = tile.first - tile.region.columns.start
+    return tile.weights[..., max(0, column) : max(0, column + 1)].sum(-1)
+
+
+class BuiltIn(Statistic):
+    """A statistic of this package, by its functions: what a tile adds, and the number made of the total.
+
+    >>> {name: of_equal_keys(s)[2] for name, s in BUILT_IN.items() if s.share}
+    {'sink': 0.333, 'self': 0.333, 'previous': 0.333, 'next': 0.0}
+    >>> [of_equal_keys(BUILT_IN[name])[2] for name in ("entropy", "distance", "spread", "effective_keys")]
+    [1.099, 1.0, 0.816, 3.0]
+    >>> [of_equal_keys(BUILT_IN[name])[2] for name in ("visible", "received", "visible_queries")]
+    [3.0, 0.583, 2.0]
     """
 
-    name, definition = "row_sum", "sum of the query's weights"
+    def __init__(
+        self, name: str, label: str, definition: str, of_tile: Callable[[WeightTile], Tensor],
+        of_total: Callable[[Tensor, Tensor], Tensor] | None = None, **attributes: Any,
+    ) -> None:  # fmt: skip
+        self.name, self.label, self.definition = name, label, definition
+        self.of_tile, self.of_total = of_tile, of_total
+        vars(self).update(attributes)
 
     def tile(self, tile: WeightTile) -> Tensor:
-        return tile.weights.sum(-1, dtype=torch.float64)
+        return self.of_tile(tile)
+
+    def finish(self, total: Tensor, mass: Tensor) -> Tensor:
+        return total if self.of_total is None else self.of_total(total, mass)
+
+    def __repr__(self) -> str:
+        return f"BUILT_IN[{self.name!r}]"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _built_in, (self.name,)
 
 
-FIELDS: dict[str, Statistic] = {
-    "entropy": Entropy(), "sink": Sink(), "self_": Self(), "previous": Previous(), "next_": Next(),
-    "distance": Distance(), "spread": Spread(), "effective_keys": EffectiveKeys(), "visible": Visible(),
-    "received": Received(), "visible_queries": VisibleQueries(), "row_sum": RowSum(),
-}  # fmt: skip
+def _built_in(name: str) -> Statistic:
+    return FIELDS[field_of(name)]
+
+
+_KEYS: dict[str, Any] = {"unit": "keys", "highest": 20.0, "logarithmic": True}
+_QUERIES: dict[str, Any] = {"unit": "queries", "highest": 20.0, "logarithmic": True, "over": "key"}
+_TOKENS: dict[str, Any] = {"unit": "tokens", "highest": 20.0, "logarithmic": True}
+_SHARE: dict[str, Any] = {"share": True, "one_text": True}
+
+FIELDS: dict[str, Statistic] = {field_of(s.name): s for s in (
+    BuiltIn(
+        "entropy", "Entropy", "−Σ a ln a of the query's weights a, which add up to 1 over the keys",
+        lambda tile: -(tile.weights * tile.log_weights).sum(-1), _entropy, unit="nats", highest=14.0,
+    ),
+    BuiltIn("sink", "First token", "weight on the first token of the text", _first, share=True, from_second=True),
+    BuiltIn("self", "Self", "weight on the query's own token", _at(0), **_SHARE),
+    BuiltIn("previous", "Previous token", "weight on the token one before", _at(1), from_second=True, **_SHARE),
+    BuiltIn("next", "Next token", "weight on the token one after", _at(-1), **_SHARE),
+    BuiltIn(
+        "distance", "Distance", "mean distance to the keys, by weight",
+        lambda tile: (tile.weights * tile.distances.abs().to(tile.weights)).sum(-1, dtype=torch.float64),
+        lambda total, mass: total / torch.where(mass == 0, 1.0, mass), one_text=True, **_TOKENS,
+    ),
+    BuiltIn(
+        "spread", "Spread", "standard deviation of the keys' positions, by weight", _moments, _deviation, parts=2,
+        **_TOKENS,
+    ),
+    BuiltIn(
+        "effective_keys", "Effective keys", "1 / Σ a²: how many keys share the weight",
+        lambda tile: torch.linalg.vector_norm(tile.weights, dim=-1, dtype=torch.float64).square(),
+        lambda total, mass: torch.where(total == 0, 0.0, mass.square() / torch.where(total == 0, 1.0, total)), **_KEYS,
+    ),
+    BuiltIn(
+        "visible", "Visible keys", "how many keys the query may attend to",
+        lambda tile: tile.counted.sum(-1).expand(tile.weights.shape[:3]), **_KEYS,
+    ),
+    BuiltIn(
+        "received", "Received", "sum of the weights that all queries put on the key",
+        lambda tile: tile.weights.sum(-2, dtype=torch.float64), **_QUERIES,
+    ),
+    BuiltIn(
+        "visible_queries", "Visible queries", "how many queries may attend to the key",
+        lambda tile: tile.counted.sum(-2).expand(*tile.weights.shape[:2], -1), **_QUERIES,
+    ),
+    BuiltIn("row_sum", "", "sum of the query's weights", lambda tile: tile.weights.sum(-1, dtype=torch.float64)),
+)}  # fmt: skip
 """The statistics that `measure` always returns, by their field of `Statistics`."""
+BUILT_IN: dict[str, Statistic] = {s.name: s for s in FIELDS.values() if s.name != "row_sum"}
+"""The statistics that `measure` always returns, by name."""
 
 
 def _problem(cls: Any) -> str | None:

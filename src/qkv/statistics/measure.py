@@ -178,9 +178,13 @@ def measured(
     """
     call = detached(call)
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
-    results = None if shared is not None else _fused(call, request, output=output)
-    if results is not None:
+    by: Any = binding if call.q.device.type == "cpu" else triton  # which tests alone run on CPU
+    one_pass = shared is None and by.unsupported_reason(call) is None
+    if one_pass and (results := by.attend_and_measure(call, request, output=output)) is not None:
         out, lse, statistics = results
+        if request.statistics:
+            state = _counted(call, RowState(lse), request)
+            statistics = replace(statistics, own=own_statistics(call, state, request, statistics.row_sum))
         return None if out is None else Result(out, lse), RowState(lse), statistics
     result = attention(call) if output else None
     if rows is None:
@@ -199,25 +203,6 @@ def measured(
 def sweep(call: Call, rows: RowState, **options: Any) -> Statistics:
     """Return the statistics of `measured`, given the normalizer state of each row (log-sum-exp or threshold)."""
     return measured(call, rows, **options)[-1]
-
-
-def _fused(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics] | None:
-    """Compute the output if it is wanted, log-sum-exp and statistics by compiled code; None if none serves the call.
-
-    On CPU it is the native library; the Triton kernels are only run there by tests. The statistics that the user passed
-    are added from tiles of weights.
-    """
-    by: Any = binding if call.q.device.type == "cpu" else triton
-    if by.unsupported_reason(call) is not None:
-        return None
-    results: tuple[Tensor | None, Tensor, Statistics] | None = by.attend_and_measure(call, request, output=output)
-    if results is None:
-        return None
-    out, lse, statistics = results
-    if request.statistics:
-        rows = _counted(call, RowState(lse), request)
-        statistics = replace(statistics, own=own_statistics(call, rows, request, statistics.row_sum))
-    return out, lse, statistics
 
 
 def engine(call: Call) -> str:
@@ -420,7 +405,7 @@ def measure_weights(
     >>> found.received.tolist(), found.visible.tolist()
     ([1.75, 0.25], [1.0, 2.0])
     """
-    form, weights = _Form.of_weights(w)
+    form, weights = _of_weights(w)
     b, h, n_queries, n_keys = weights.shape
     # Only the shapes and the mask of this call matter: scores are never computed.
     zero = weights.new_zeros(1, 1, 1, 1, dtype=at_least_float32(weights.dtype))
@@ -437,38 +422,29 @@ def measure_weights(
     return back
 
 
-class _Form(Form):
-    """The form of weights: three dimensions are (heads, queries, keys)."""
-
-    @staticmethod
-    def of_weights(w: Any) -> tuple[_Form, Tensor]:
-        if isinstance(w, (tuple, list)) and any(getattr(x, "ndim", 0) > 1 for x in w):
-            raise InputError(
-                f"w is a {type(w).__name__} of {len(w)} layers, expected the weights of one layer, w[layer]"
-            )
-        tensor = w
-        if not isinstance(w, Tensor):
-            array = np.asarray(w)
-            if array.dtype.name == "bfloat16":  # NumPy has no bfloat16 itself
-                array = array.astype(np.float32)
-            if array.dtype.kind != "f":
-                raise InputError(f"w is {array.dtype}, expected weights in floating point")
-            tensor = tensor_of("w", array)
-        if tensor.ndim not in (2, 3, 4) or 0 in tensor.shape:
-            raise InputError(
-                f"w has shape {tuple(tensor.shape)}, expected the weights of one layer: (b, h, nq, nk), (h, nq, nk) "
-                "or (nq, nk)"
-            )
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise InputError(f"w is {tensor.dtype}, expected weights in floating point of 16 bits or more")
-        if tensor.layout != torch.strided or tensor.is_meta:
-            raise InputError(f"w is a tensor of {tensor.layout} on {tensor.device}, expected a dense one with data")
-        form = _Form(tensor.ndim, not isinstance(w, Tensor))
-        return form, tensor.detach()[(None,) * (4 - tensor.ndim)]
-
-    def back(self, x: Tensor) -> Any:
-        x = x[(0,) * (4 - self.ndim)]
-        return x.numpy() if self.array else x
+def _of_weights(w: Any) -> tuple[Form, Tensor]:
+    """Return the form of weights, and them as a tensor (b, h, nq, nk); three dimensions are (h, nq, nk)."""
+    if isinstance(w, (tuple, list)) and any(getattr(x, "ndim", 0) > 1 for x in w):
+        raise InputError(f"w is a {type(w).__name__} of {len(w)} layers, expected the weights of one layer, w[layer]")
+    tensor = w
+    if not isinstance(w, Tensor):
+        array = np.asarray(w)
+        if array.dtype.name == "bfloat16":  # NumPy has no bfloat16 itself
+            array = array.astype(np.float32)
+        if array.dtype.kind != "f":
+            raise InputError(f"w is {array.dtype}, expected weights in floating point")
+        tensor = tensor_of("w", array)
+    if tensor.ndim not in (2, 3, 4) or 0 in tensor.shape:
+        raise InputError(
+            f"w has shape {tuple(tensor.shape)}, expected the weights of one layer: (b, h, nq, nk), (h, nq, nk) or "
+            "(nq, nk)"
+        )
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        raise InputError(f"w is {tensor.dtype}, expected weights in floating point of 16 bits or more")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise InputError(f"w is a tensor of {tensor.layout} on {tensor.device}, expected a dense one with data")
+    missing = 4 - tensor.ndim
+    return Form((0,) * missing, not isinstance(w, Tensor)), tensor.detach()[(None,) * missing]
 
 
 class _WeightsReducer(StatisticsReducer):

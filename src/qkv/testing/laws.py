@@ -562,7 +562,13 @@ def check_output_of_copies(c: Composition, size: Size) -> None:
 
 
 def masked(c: Composition, size: Size) -> list[Composition]:
-    """The composition without a mask, with holes and a query without visible keys, and causal with padding."""
+    """The composition without a mask, with holes and a query without visible keys, and causal with padding.
+
+    A mask under examination stays as it is, and then has padding.
+    """
+    if c.subject == "mask":
+        lengths = [max(1, size.keys - 2 - item) for item in range(size.batch)]
+        return [c, c, replace(c, mask=c.thing & Padding(lengths), label="padding on the right", about=c.thing)]
     masks = (None, with_holes(size), padded(size))
     labels = ("", "a mask with holes", "a causal mask with padding")
     return [

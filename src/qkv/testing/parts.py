@@ -50,7 +50,7 @@ def check_bias(
     """Check that a bias fulfils the contract of its base class; for use in your own tests.
 
     It checks: what ``apply`` or ``tile`` returns; that each score is a function of itself and its position only, so
-    that tiles do not change scores; the shortcuts ``add_gradient``, ``at``, ``part``, ``position_free``
+    that tiles do not change scores; the shortcuts ``at``, ``part``, ``position_free``
     and ``by_head``; output, weights and gradients of `attend` on every kernel against a dense definition in float64,
     with masks and queries without visible keys; finite differences; bfloat16 and float16; NaN in masked keys;
     `measure`; pickle and copy.deepcopy.
@@ -136,27 +136,7 @@ def _check_scores(bias: Bias, bound: Bias, size: Size, q: Tensor) -> float:
         some = region.of(before)
         moved = Region(slice(0, some.shape[2]), slice(0, some.shape[3]))
         agree("part", _apply(part, some, moved), region.of(after), f"of a tile of {name}: ")
-    _check_bias_gradients(bound, before, whole)
     return float(eps)
-
-
-def _check_bias_gradients(bound: Bias, before: Tensor, whole: Region) -> None:
-    """The shortcut `add_gradient` agrees with autograd through the defining method."""
-    learned = {name: x for name, x in bound.tensors().items() if x.requires_grad}
-    if not (isinstance(bound, AdditiveBias) and bound.add_gradient is not None and learned):
-        return
-    ((name, tensor),) = learned.items()
-    after = _apply(bound, before, whole)
-    slope = torch.where(after.detach().isfinite(), normal(*before.shape, seed=9), 0.0)
-    (want,) = torch.autograd.grad(after, tensor, slope)
-    total = torch.zeros_like(tensor, dtype=torch.float64)
-    for rows in (slice(0, 2), slice(2, whole.rows.stop)):
-        for columns in (slice(0, 3), slice(3, whole.columns.stop)):
-            region = replace(whole, rows=rows, columns=columns)
-            with torch.no_grad(), calling(bound, "add_gradient", "called"):
-                bound.add_gradient(total, region, region.of(slope).clone())
-    rounding, expected = ROUNDINGS * torch.finfo(want.dtype).eps * largest(want), f" by autograd on {method_of(bound)}"
-    same(bound, "add_gradient", f"of {name}: ", total, want, rounding, expected=expected)
 
 
 def check_score(
@@ -355,8 +335,9 @@ def check_normalizer(normalizer: Normalizer, *, heads: int = 4, sizes: Sizes | N
     if isinstance(exact, SumToOne):
         _check_levels(exact, heads)
     points = _Points(exact, heads)
-    slope = _check_derivatives(points)
-    _check_shortcuts(points, slope)
+    _check_derivatives(points)
+    if exact.zero_at_minus_infinity:
+        _check_lowest(points)
     if isinstance(exact, SumToOne):
         _check_level_of(points)
     else:
@@ -428,8 +409,8 @@ def _check_weights(normalizer: Pointwise | SumToOne, heads: int) -> None:
         same(normalizer, "by_head", "is False, but for the last head alone ", made, whole[:, -1], rounding)
 
 
-def _check_derivatives(points: _Points) -> Tensor:
-    """Derivatives of `weight` by autograd agree with finite differences. Returns the derivative in the scores."""
+def _check_derivatives(points: _Points) -> None:
+    """Derivatives of `weight` by autograd agree with finite differences."""
     normalizer, scores, level = points.normalizer, points.scores, points.level
     arguments = {"score": scores.clone().requires_grad_()}
     if level is not None:
@@ -439,13 +420,11 @@ def _check_derivatives(points: _Points) -> Tensor:
     for x in (made, _weigh(converted(normalizer, torch.float32), *single)):
         what = f"in {x.dtype} a weight "
         forbid(normalizer, "weight", ~x.isfinite(), x, "a finite number", what=what, where=points.where)
-    derivatives = {}
     for name, x in arguments.items():
-        slope = None
+        slope = torch.zeros_like(x)
         if made.requires_grad:
             with calling(normalizer, "weight", f"differentiated in the {name}"):
-                (slope,) = torch.autograd.grad(made.sum(), x, allow_unused=True, retain_graph=True)
-        derivatives[name] = torch.zeros_like(x) if slope is None else slope.detach()
+                (slope,) = torch.autograd.grad(made.sum(), x, retain_graph=True, materialize_grads=True)
         step = torch.minimum(1e-5 * x.detach().abs().clamp(min=1), 1e-3 * x.detach().abs())  # kinks are at 0
         ends = []
         for sign in (1, -1):
@@ -454,31 +433,19 @@ def _check_derivatives(points: _Points) -> Tensor:
         want = (ends[0] - ends[1]) / (2 * step)
         close, what = 1e-4 * (want.abs() + made.detach().abs()) + 1e-8, f"its derivative in the {name} by autograd: "
         expected = " by finite differences"
-        same(normalizer, "weight", what, derivatives[name], want, close, expected=expected, where=points.where)
-    return derivatives["score"]
+        same(normalizer, "weight", what, slope, want, close, expected=expected, where=points.where)
 
 
-def _check_shortcuts(points: _Points, slope: Tensor) -> None:
-    """`slope_from_weights` and `zero_at_minus_infinity`; `slope` are the derivatives at the points."""
-    normalizer, scores, level = points.normalizer, points.scores, points.level
-    weights = points.weights()
-    if level is not None and overrides(normalizer, SumToOne, "slope_from_weights"):
-        moved = _weigh(normalizer, scores + 0.37, level + 0.37).detach()
-        same(
-            normalizer, "slope_from_weights", "needs a weight of score − level alone, but with both 0.37 larger ",
-            moved, weights, CLOSE * max(1.0, float(weights.abs().max())), where=points.where,
-        )  # fmt: skip
-        with torch.no_grad(), calling(normalizer, "slope_from_weights", "called"):
-            made = normalizer.slope_from_weights(weights.clone())
-            points.compare("slope_from_weights", made, slope, ", the derivative of weight")
-    if normalizer.zero_at_minus_infinity:
-        lowest = _each(points.heads, -torch.inf).requires_grad_()
-        made = _weigh(normalizer, lowest, None if level is None else level[:, :, :1])
-        derivative = torch.autograd.grad(made.sum(), lowest, allow_unused=True)[0] if made.requires_grad else None
-        for name, x in (("weight", made), ("derivative of weight", derivative)):
-            if x is not None:
-                what = f"is True, but the {name} at a score of −inf "
-                forbid(normalizer, "zero_at_minus_infinity", x != 0, x, "0", what=what)
+def _check_lowest(points: _Points) -> None:
+    """`zero_at_minus_infinity`: the weight and its derivative there are 0."""
+    normalizer, level = points.normalizer, points.level
+    lowest = _each(points.heads, -torch.inf).requires_grad_()
+    made = _weigh(normalizer, lowest, None if level is None else level[:, :, :1])
+    derivative = torch.autograd.grad(made.sum(), lowest, allow_unused=True)[0] if made.requires_grad else None
+    for name, x in (("weight", made), ("derivative of weight", derivative)):
+        if x is not None:
+            what = f"is True, but the {name} at a score of −inf "
+            forbid(normalizer, "zero_at_minus_infinity", x != 0, x, "0", what=what)
 
 
 def _check_pointwise(points: _Points) -> None:
