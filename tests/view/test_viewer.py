@@ -30,7 +30,7 @@ from qkv.report.payload import trimmed
 from qkv.server.live import Live
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
-from qkv_lab.align.models import Aligners
+from qkv_lab.align import models as aligners
 from viewer_fixture import (
     HOSTILE,
     PAGES,
@@ -380,11 +380,6 @@ def live() -> Live:
     return Live(load_model("qkv-mini"))
 
 
-@pytest.fixture(scope="module")
-def aligners() -> Aligners:
-    return Aligners()
-
-
 # ---- sinks ----------------------------------------------------------------------------------------------------
 
 WEIGHT = "Weight on the first token"
@@ -560,7 +555,7 @@ def test_live_page_handles_hostile_text_and_exports(view: Opens, mini: Served, l
 # ---- sequences and images -------------------------------------------------------------------------------------
 
 
-def test_translation_shows_and_exports_its_weights(view: Opens, mini: Served, aligners: Aligners) -> None:
+def test_translation_shows_and_exports_its_weights(view: Opens, mini: Served) -> None:
     one = view(mini).open("align", say="the black cat")
     answer = aligners.align("qkv-translation", "the black cat")
     source, target, weights = answer["source"], answer["target"], np.array(answer["weights"])[0, 0]
