@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from qkv import ring
+from qkv.cache.base import attending
 from qkv.edits import Placed
 from qkv.engine import Call, Result, RowState, Shared, detached
 from qkv.errors import InputError
@@ -140,7 +141,7 @@ class Observer:
         it returns are recorded, if their product with the values is its output.
         """
         returned = own()
-        if self._skips():
+        if self._skips() or hasattr(function, "served"):
             return returned
         out, name = returned[0], self.names[id(module)]
         dropped = self.beside and bool(named.get("dropout"))
@@ -375,7 +376,12 @@ class Observer:
         if read and isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
             mask = Dense(mask.tensor & real[:, None, :, None])  # so that padding queries cannot make it non-causal
         causal = is_causal(mask)
-        if source == "interface" or (read and type(self.model).__module__.startswith("transformers.")):
+        causal |= attending() is not None  # in a cache of qkv, where a mask would hide nothing from a single query
+        if (
+            source == "interface"
+            or name in self.expected
+            or (read and type(self.model).__module__.startswith("transformers."))
+        ):
             group, steps = inputs.of_transformers(name, self.model), False
         else:
             group = inputs.of_call(
