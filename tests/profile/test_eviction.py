@@ -204,6 +204,28 @@ def test_generation_with_evicted_keys_equals_a_forward_in_which_they_are_masked(
     assert not torch.allclose(expected[:, -1], lm(ids).logits[:, -1], atol=1e-4)
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "heavy"])
+def test_a_watch_and_edits_inside_see_the_keys_that_are_held(policy: str) -> None:
+    lm, ids = hf.build("llama", suffix="ForCausalLM").double(), hf.inputs("llama", batch=1)["input_ids"][:, :18]
+    outs: list[Tensor] = []
+    hook = lm.model.layers[1].register_forward_pre_hook(lambda _, args: outs.append(args[0]))
+    at_15 = {(0, "mlp"): qkv.edits.AtTokens([15], qkv.edits.Steer(torch.ones(lm.config.hidden_size)))}
+    with evicting(lm, policy, 8) as cache, qkv.watch(lm) as watched:
+        for part in ids.split([14, 1, 1, 1, 1], 1):
+            lm(part, past_key_values=cache)
+        held = cache.layers[0].held._buffers["positions"][0]
+    with evicting(lm, policy, 8) as cache, qkv.edit(lm, at_15):
+        for part in ids.split([14, 1, 1, 1, 1], 1):
+            lm(part, past_key_values=cache)
+    hook.remove()
+    weights = watched.profile().data["weights"].sel(layer=0).values.reshape(-1, 18, 18)[:, 17]
+    for head, row in enumerate(weights):
+        assert set(np.flatnonzero(row)) == set(held[head * len(held) // len(weights)].tolist())
+        assert row.sum() == pytest.approx(1)
+    changes = [float((b - a).mean()) for a, b in zip(outs[:5], outs[5:], strict=True)]
+    assert changes[:3] == pytest.approx([0, 0, 1])
+
+
 def test_generation_with_room_for_all_keys_is_that_of_the_model() -> None:
     lm, ids = hf.build("llama", suffix="ForCausalLM"), hf.inputs("llama", batch=1)["input_ids"][:, :9]
     for policy in ("window", "sinks", *ONLINE):
@@ -287,6 +309,13 @@ def generated(name: str, **inputs: Any) -> object:
         return lm(**{"input_ids": torch.arange(9)[None], "past_key_values": cache, **inputs})
 
 
+def outside() -> object:
+    lm = hf.build("llama", suffix="ForCausalLM")
+    with evicting(lm, "tova", 6) as cache:
+        pass
+    return lm(input_ids=torch.arange(9)[None], past_key_values=cache)
+
+
 def cropped() -> None:
     with evicting(hf.build("llama", suffix="ForCausalLM"), "tova", 6) as cache:
         cache.crop(-1)
@@ -305,6 +334,9 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("attention_mask", "padding", lambda: generated("llama", **hf.inputs("llama", "left"))),
     ("past_key_values", "another", lambda: generated("llama", past_key_values=None)),
     ("past_key_values", "give back", cropped),
+    ("past_key_values", "inside", outside),
+    ("keys", "whole", lambda: policies_of(["heavy"], 2.5)),  # type: ignore[arg-type]
+    ("first", "below 8", lambda: policies_of(["sinks"], 8, first=8)),
     ("budgets", "policy 'sinks'", lambda: eviction(model(), text(9), budgets=(4,))),
     ("budgets", "at least 2", lambda: eviction(model(), text(9), budgets=(1,), policies=("heavy",))),
     ("budgets", "empty", lambda: eviction(model(), text(9), budgets=())),
