@@ -199,8 +199,8 @@ class Sequence:
         """Tell from the keys of a cache which items and tokens it holds."""
         if not all(one.stays for one in found.values()):
             raise InputError(
-                "the cache holds another number of keys than after the last forward, or was changed since, and may round "
-                "or rotate keys, so that it is not known which tokens they belong to; expected a cache that keeps keys "
+                "the cache holds another number of keys than after the last forward, or was changed since, and may "
+                "round or rotate keys, so that it is not known which tokens they belong to; expected a cache that keeps keys "
                 "as the model computes them, such as DynamicCache"
             )
         items, real = None, self.ids(self.real)
