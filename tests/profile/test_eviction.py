@@ -339,6 +339,7 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("first", "below 8", lambda: policies_of(["sinks"], 8, first=8)),
     ("budgets", "policy 'sinks'", lambda: eviction(model(), text(9), budgets=(4,))),
     ("budgets", "at least 2", lambda: eviction(model(), text(9), budgets=(1,), policies=("heavy",))),
+    ("budgets", "list", lambda: eviction(model(), text(9), budgets=8)),  # type: ignore[arg-type]
     ("budgets", "empty", lambda: eviction(model(), text(9), budgets=())),
     ("first", None, lambda: eviction(model(), text(9), first=0)),
     ("model", "output head", lambda: of_hf("llama", None, policies=("window",))),

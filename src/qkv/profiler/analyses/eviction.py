@@ -173,6 +173,8 @@ def _settings(budgets: Sequence[int], policies: Sequence[str | type[Evicting]], 
     least = max(2, first + 1) if "sinks" in policies else 2
     if first < 1:
         raise InputError(f"first is {first}, expected at least 1 key")
+    if not isinstance(budgets, Sequence) or not all(type(x) is int for x in budgets):
+        raise InputError(f"budgets is {budgets!r}, expected a list of numbers of keys")
     if not budgets:
         raise InputError("budgets is empty, expected numbers of keys")
     if min(budgets) < least:

@@ -200,8 +200,8 @@ class Sequence:
         if not all(one.stays for one in found.values()):
             raise InputError(
                 "the cache holds another number of keys than after the last forward, or was changed since, and may "
-                "round or rotate keys, so that it is not known which tokens they belong to; expected a cache that keeps keys "
-                "as the model computes them, such as DynamicCache"
+                "round or rotate keys, so that it is not known which tokens they belong to; expected one that keeps "
+                "keys as the model computes them, such as DynamicCache"
             )
         items, real = None, self.ids(self.real)
         places: dict[int, Tensor] = {}
