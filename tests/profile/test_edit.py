@@ -258,6 +258,19 @@ def test_edits_hold_in_every_step_with_a_cache_of_qkv(policy: str) -> None:
 
 
 @torch.no_grad()
+def test_edits_of_a_cache_that_attends_in_parts_are_those_of_single_steps() -> None:
+    model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4, positions="rotary")).eval()
+    ids, one_by_one = torch.arange(3, 21)[None], []
+    with qkv.edit(model, {(0, 0): edits.Scale(3.0), (1, 1): "zero"}):
+        for size in (1, 18):
+            state = model.start(cache=lambda: qkv.cache.Sinks(2, 6))
+            one_by_one.append([model.step(part, state, every=True) for part in ids.split(size, 1)])
+    torch.testing.assert_close(*(torch.cat(steps, 1) for steps in one_by_one), rtol=1e-4, atol=1e-5)
+    with refused("edits", match="parts"), qkv.edit(model, {(1, 1): "off-by-one"}):
+        model.step(ids, model.start(cache=lambda: qkv.cache.Sinks(2, 6)))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
 def test_edits_of_values_and_modules_equal_hooks_at_these_tokens(name: str) -> None:
     model, ids = hf.build(name), hf.inputs(name)["input_ids"]
