@@ -48,10 +48,14 @@ def write_gguf(path: Path, model: LlamaForCausalLM, **changes: Any) -> Path:
         "llama.attention.head_count_kv": config.num_key_value_heads, "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 1,
     }  # fmt: skip
+    entries |= {
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.freq_base": config.rope_parameters["rope_theta"],
+    }
+    entries |= {key: changes.pop(key) for key, x in [*changes.items()] if key in entries or isinstance(x, int | float)}
     for key, number in entries.items():
-        writer.add_uint32(key, number)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
-    writer.add_float32("llama.rope.freq_base", config.rope_parameters["rope_theta"])
+        if number is not None:
+            (writer.add_uint32 if isinstance(number, int) else writer.add_float32)(key, number)
     writer.add_string("tokenizer.ggml.model", "gpt2")
     writer.add_string("tokenizer.ggml.pre", str(changes.pop("tokenizer.ggml.pre", "default")))
     writer.add_string("tokenizer.chat_template", CHAT)

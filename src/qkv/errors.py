@@ -59,9 +59,9 @@ def renamed(**options: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 240 characters."""
-    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:240].rstrip(".;")
+    """The first line of an error's message, with the next one after a colon; at most 240 characters."""
+    lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [type(error).__name__]
+    return " ".join(x.strip() for x in lines[: 1 + lines[0].endswith(":")])[:240].rstrip(".;")
 
 
 @contextmanager

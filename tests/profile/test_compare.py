@@ -194,6 +194,7 @@ def test_similarity_is_one_minus_the_mean_divergence_of_the_rows() -> None:
     np.testing.assert_array_equal(np.diag(table), 1)
     assert table.index.names == ["layer", "head"]
     assert ((table >= 0) & (table <= 1)).all(axis=None)
+    assert gpt(1).similarity().isna().all(axis=None), "one token tells nothing"
 
 
 def test_a_learned_sink_counts_as_a_key_and_rows_are_shares() -> None:

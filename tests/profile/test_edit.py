@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ import qkv
 from conftest import refused
 from hf_models import main_output
 from qkv import edits
+from qkv.cache.evicting import policies_of
 from qkv.kernels import eager
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import everywhere
@@ -237,6 +239,35 @@ def test_edits_hold_in_every_step_of_generation() -> None:
     for key, edit in {(0, 0): "mean", (0, "mlp"): "mean", (1, 1): edits.Values(edits.Mean())}.items():
         with refused("edit", match="without a cache"), qkv.edit(model, {key: edit}):
             model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["full", "heavy", "snapkv"])
+def test_edits_hold_in_every_step_with_a_cache_of_qkv(policy: str) -> None:
+    """A step has one query, which no mask restricts; a cache that holds all keys gives the logits of a forward."""
+    model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4, positions="rotary")).eval()
+    ids, at = torch.arange(3, 21)[None], edits.AtTokens([0, 15], edits.Zero())
+    changed: Any = {(0, 1): "zero", (1, 2): edits.HideFirst(), (1, 0): edits.Values(at), (0, "mlp"): at}
+    made = qkv.cache.Full(18) if policy == "full" else policies_of([policy], 18)[policy]
+    state = model.start(cache=lambda: copy.deepcopy(made))
+    with qkv.edit(model, changed):
+        whole = model(ids)[0, 13:]
+        steps = torch.cat([model.step(part, state) for part in ids.split([14, 1, 1, 1, 1], 1)])
+    torch.testing.assert_close(steps, whole, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(steps, model(ids)[0, 13:], atol=1e-3)
+
+
+@torch.no_grad()
+def test_edits_of_a_cache_that_attends_in_parts_are_those_of_single_steps() -> None:
+    model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4, positions="rotary")).eval()
+    ids, one_by_one = torch.arange(3, 21)[None], []
+    with qkv.edit(model, {(0, 0): edits.Scale(3.0), (1, 1): "zero"}):
+        for size in (1, 18):
+            state = model.start(cache=lambda: qkv.cache.Sinks(2, 6))
+            one_by_one.append([model.step(part, state, every=True) for part in ids.split(size, 1)])
+    torch.testing.assert_close(*(torch.cat(steps, 1) for steps in one_by_one), rtol=1e-4, atol=1e-5)
+    with refused("edits", match="parts"), qkv.edit(model, {(1, 1): "off-by-one"}):
+        model.step(ids, model.start(cache=lambda: qkv.cache.Sinks(2, 6)))
 
 
 @torch.no_grad()

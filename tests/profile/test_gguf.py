@@ -18,6 +18,7 @@ from qkv.models import gguf_files, loading
 pytest.importorskip("gguf", reason="GGUF files are read with the package gguf")
 pytest.importorskip("transformers", reason="GGUF files are read with transformers")
 
+import transformers
 from transformers import LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -108,13 +109,59 @@ def test_old_files_of_llama_3_divide_texts_as_llama_cpp_does(tmp_path: Path) -> 
         assert [*found, *tokenizer.tokenize("ab")] == tokens
 
 
+SKIPPED = {
+    "StableLm": ({"rope.freq_base": 5e5, "rope.dimension_count": 8}, {"rope_theta": 5e5, "partial_rotary_factor": 0.5}),
+    "Starcoder2": ({"rope.freq_base": 1e6}, {"rope_theta": 1e6}),
+    "Phi3": ({"attention.sliding_window": 7}, {"sliding_window": 7}),
+    "Gemma2": ({"attn_logit_softcapping": 2.0}, {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}),
+}
+
+
+@pytest.mark.parametrize("kind", SKIPPED)
+def test_settings_that_transformers_skips_are_read_from_the_file(kind: str) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "pad_token_id": None}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    entries, expected = SKIPPED[kind]
+    entries = {"general.architecture": b"x", "x.attention.head_count": 4, "x.attention.layer_norm_epsilon": 1e-3} | {
+        f"x.{key}": x for key, x in entries.items()
+    }
+    fields = {
+        key: gguf_files.Field(*(([x], range(1), [8]) if isinstance(x, bytes) else ([(x,)], range(1), [6])))
+        for key, x in entries.items()
+    }
+    gguf_files.complete_config(config, gguf_files.Header(Path(), 0, fields))
+    found = config.to_dict() | config.rope_parameters
+    assert {key: found[key] for key in expected} == expected
+    assert 1e-3 in found.values()
+
+
+def test_as_many_heads_of_keys_as_of_queries_are_taken_for_granted(tmp_path: Path) -> None:
+    model = tiny_llama(num_attention_heads=2)
+    file = write_gguf(tmp_path / "x.gguf", model, **{"llama.attention.head_count_kv": None})
+    with torch.no_grad():
+        torch.testing.assert_close(
+            qkv.load(str(file), head=True)[0](IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_digits_are_tokens_where_the_rule_of_the_file_says_so(tmp_path: Path) -> None:
+    for rule, parts in (("smollm", ["a", "ĠĠ", "1", "2"]), ("default", ["a", "Ġ", "Ġ12"])):
+        file = write_gguf(tmp_path / f"{rule}.gguf", tiny_llama(), **{"tokenizer.ggml.pre": rule})
+        divide = qkv.load(str(file))[1].backend_tokenizer.pre_tokenizer.pre_tokenize_str
+        assert [part for part, _ in divide("a  12")] == parts
+
+
 WRONG = {
     "an unknown architecture": ({"architecture": "strange"}, "strange"),
     "positions that are scaled": ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+    "positions that are scaled, as llama.cpp takes for granted": ({"llama.rope.scaling.factor": 4.0}, "linear"),
+    "a window that is not read": ({"llama.attention.sliding_window": 4}, "sliding_window"),
+    "a missing number of heads": ({"llama.attention.head_count": None}, "head_count"),
+    "a missing epsilon": ({"llama.attention.layer_norm_rms_epsilon": None}, "epsilon"),
     "other factors of positions": ({"rope_freqs.weight": np.full(8, 3.0, np.float32)}, "rope_freqs"),
     "a missing tensor": ({"blk.1.ffn_norm.weight": None}, "lacks"),
     "a tensor that is not read": ({"blk.0.attn_q.bias": np.ones(64, np.float32)}, "weights"),
-    "a tensor of another shape": ({"blk.0.ffn_norm.weight": np.ones(65, np.float32)}, "cannot load"),
+    "a tensor of another shape": ({"blk.0.ffn_norm.weight": np.ones(65, np.float32)}, "(65,)"),
 }
 
 

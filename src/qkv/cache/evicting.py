@@ -22,6 +22,7 @@ from qkv.attention import Attention
 from qkv.cache.base import PAST, Cache, Step, check_distance_mask
 from qkv.engine import as_biases, as_mask, at_least_float32
 from qkv.errors import InputError, at_least_one, kind_of, nearest
+from qkv.kernels import serving
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.normalizers import Softmax, SumToOne
 from qkv.positions import DynamicNTK, Rotary, rotate
@@ -242,11 +243,12 @@ class Evicting(Cache):
     def _store(self, step: Step, q: Tensor, whole: dict[str, Tensor]) -> None:
         """Keep the keys of most worth, after new tokens have attended to `whole`, in which they are the last."""
         n, heads = q.shape[2], step.k.shape[1]
-        if "received" in whole:
-            whole["received"] += _of_key_heads(step.attention.measure(q, whole["keys"]).received, heads)
-        if "rows" in whole:
-            last = q[:, :, -self._window :]
-            self._add(whole, step.attend(step.own, last, whole["keys"], whole["values"], return_weights=True)[1], n)
+        with serving(None):  # these are no calls of the model
+            if "received" in whole:
+                whole["received"] += _of_key_heads(step.attention.measure(q, whole["keys"]).received, heads)
+            if "rows" in whole:
+                last, kv = q[:, :, -self._window :], (whole["keys"], whole["values"])
+                self._add(whole, step.attend(step.own, last, *kv, return_weights=True)[1], n)
         self._add_queries(step)
         if whole["keys"].shape[2] > self._most:
             by_age, seen = whole["positions"].argsort(-1), self.seen + n
@@ -538,6 +540,9 @@ def policies_of(chosen: Sequence[str | type[Evicting]], keys: int, first: int = 
     found: dict[str, Evicting] = {}
     if not chosen:
         raise InputError(f"policies is empty, expected some of {', '.join(known)}")
+    at_least_one(keys=keys)
+    if "sinks" in chosen and not (type(first) is int and 0 <= first < keys):
+        raise InputError(f"first is {first!r}, expected a whole number below {keys}, the number of keys")
     for policy in chosen:
         of_class = isinstance(policy, type) and issubclass(policy, Evicting)
         if not of_class and policy not in known:

@@ -28,11 +28,15 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.held = held
         self.new: Tensor | None = None
+        self.open = True
+        """Whether the model attends through `held`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: `held` allocates its buffers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.open:
+            raise InputError("past_key_values is a cache of `evicting`, expected inside of its context only")
         self.new = key_states
         return key_states, value_states
 
@@ -56,6 +60,15 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             "past_key_values is to give back tokens, which an evicting cache cannot; expected generate without "
             "assistant_model and prompt_lookup_num_tokens"
         )
+
+
+class EvictingCache(Cache):  # type: ignore[misc]
+    """A cache of transformers, each layer of which passes its keys on to one of qkv's."""
+
+    @property
+    def caches(self) -> list[Evicting]:
+        """Those of qkv, in which `qkv.watch` and `qkv.edit` find the keys."""
+        return [layer.held for layer in self.layers]
 
 
 @contextmanager
@@ -114,7 +127,7 @@ def layers_of(model: nn.Module) -> int:
 @contextmanager
 def attending_through(model: nn.Module, caches: Sequence[Any]) -> Iterator[Cache]:
     """Inside, layer i of the model attends through ``caches[i]``, if the cache that is yielded is passed to it."""
-    cache = Cache(layers=[EvictingLayer(held) for held in caches])
+    cache = EvictingCache(layers=[EvictingLayer(held) for held in caches])
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
@@ -137,5 +150,10 @@ def attending_through(model: nn.Module, caches: Sequence[Any]) -> Iterator[Cache
         out = layer.held.attend(attention, query, key, value)
         return out.transpose(1, 2).contiguous(), None
 
-    with torch.no_grad(), routed(model, attend):
-        yield cache
+    attend.served = True  # type: ignore[attr-defined]  # qkv's own attention reports the call
+    try:
+        with torch.no_grad(), routed(model, attend):
+            yield cache
+    finally:
+        for layer in cache.layers:
+            layer.open = False

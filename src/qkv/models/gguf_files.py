@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qkv._progress import say
 from qkv._untrusted import Budget
 from qkv.errors import InputError, first_line
 
@@ -149,19 +150,64 @@ ROTARY_FACTORS = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def scale_rotary(config: Any, header: Header) -> None:
-    """Give a configuration the scaled rotary frequencies of a file, which transformers does not read from it.
+EPSILON = ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps")
+SETTINGS = {
+    "attention.layer_norm_rms_epsilon": EPSILON, "attention.layer_norm_epsilon": EPSILON,
+    "attention.sliding_window": ("sliding_window",), "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",), "attention.scale": (), "logit_scale": (),
+    "embedding_scale": (), "residual_scale": (),
+}  # fmt: skip
+"""Entries of the metadata on which the output depends, and their names in configurations of transformers, which reads
+each of them for some architectures only."""
+LARGEST_GEMMAS = (46, 62)
+"""Numbers of layers of Gemma 2 and 3 at 27B, the only ones whose scores are not divided by √(size of a head)."""
+
+
+def complete_config(config: Any, header: Header) -> None:
+    """Give a configuration what a file says, or llama.cpp takes for granted, and transformers does not read.
 
     Raises:
-        ValueError: if they are scaled in another way than Llama 3's.
+        ValueError: if the file lacks a setting, or the architecture of transformers does not have one.
     """
+    name = f"{header.get('general.architecture')}."
+    for needed in (("attention.head_count",), tuple(SETTINGS)[:2]):
+        if not any(name + entry in header.fields for entry in needed):
+            raise ValueError(f"its metadata lacks {name}{needed[0]}")
+    for entry, names in SETTINGS.items():
+        value, own = header.get(name + entry), next((x for x in names if hasattr(config, x)), None)
+        if value is None or (own is not None and getattr(config, own) == value):
+            continue
+        by_layer = own == "sliding_window" and (
+            getattr(config, "layer_types", None) or hasattr(config, "use_sliding_window")
+        )
+        if own is None or by_layer:
+            raise ValueError(f"its metadata has {name}{entry}, {value}, which transformers does not read")
+        setattr(config, own, value)
+    if hasattr(config, "query_pre_attn_scalar"):
+        largest = config.num_hidden_layers in LARGEST_GEMMAS
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if largest else config.head_dim
+    _complete_rotary(config, header, f"{name}rope.")
+
+
+def _complete_rotary(config: Any, header: Header, name: str) -> None:
+    """The base, the number of dimensions and the scaling of rotary positions."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    kind = header.get(f"{header.get('general.architecture')}.rope.scaling.type", "none")
     parameters = getattr(config, "rope_parameters", None) or {}
-    if kind != "none" and parameters.get("rope_type", "default") == "default":
+    kind = header.get(f"{name}scaling.type", "linear")
+    factor = header.get(f"{name}scaling.factor", header.get(f"{name}scale_linear", 0))
+    scales = kind != "none" and (kind != "linear" or factor not in (0, 1))
+    if scales and parameters.get("rope_type", "default") == "default":
         raise ValueError(f"its positions are scaled ({kind}), which transformers does not read from GGUF files")
+    if parameters.get("rope_type") == "default":
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        rotated = header.get(f"{name}dimension_count", size)
+        parameters["rope_theta"] = header.get(f"{name}freq_base", parameters["rope_theta"])
+        if "partial_rotary_factor" in parameters:
+            parameters["partial_rotary_factor"] = rotated / size
+        elif rotated != size:
+            raise ValueError(f"it rotates {rotated} of {size} dimensions, which transformers does not read")
     for stored in header.tensors:
         if stored.name == ROTARY_FACTORS:
             factors = torch.from_numpy(stored.data.view(np.float32).copy()).double()
@@ -175,26 +221,45 @@ def scale_rotary(config: Any, header: Header) -> None:
 
 
 OF_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "tekken")
+AS_GPT2 = (None, "default", "gpt-2", "mpt", "olmo", "jais", "phi-2", "roberta-bpe", "trillion", "granite-docling")
+OF_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
 def complete_tokenizer(tokenizer: Any, header: Header) -> None:
-    """Give a tokenizer what llama.cpp takes for granted of those of Llama 3, and transformers does not.
+    """Give a tokenizer what llama.cpp takes for granted of some, by their rule of dividing a text.
 
-    Whole words in the vocabulary are not divided, and a text begins with the first token unless the file denies it.
+    With the rule of Llama 3, whole words in the vocabulary are not divided, and a text begins with the first token
+    unless the file denies it. Other rules divide a text at every digit first, and then as GPT-2's does.
     """
-    if tokenizer is not None and header.get("tokenizer.ggml.pre") in OF_LLAMA3:
+    from tokenizers import pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    rule = header.get("tokenizer.ggml.pre")
+    if tokenizer is None or header.get("tokenizer.ggml.model") != "gpt2":  # only bytes are divided by a rule
+        return
+    if rule in OF_DIGITS:
+        whole = tokenizer.backend_tokenizer
+        parts = [pre_tokenizers.Digits(individual_digits=True), whole.pre_tokenizer]
+        whole.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    elif rule not in AS_GPT2 and rule not in GGUF_PRE_TOKENIZER_SPLITS:
+        say(
+            f"the rule {str(rule)[:80]!r}, by which this file divides texts, is not known: they are divided as by GPT-2"
+        )
+    if rule in OF_LLAMA3:
         tokenizer.backend_tokenizer.model.ignore_merges = True
         if "tokenizer.ggml.add_bos_token" not in header.fields:
             tokenizer.add_bos_token = True
 
 
-def check_complete(model: Any, missing: Any, header: Header, *, head: bool) -> None:
+def check_complete(model: Any, report: Mapping[str, Any], header: Header, *, head: bool) -> None:
     """Raise ValueError unless a model has all weights of a file, and no others.
 
     Without `head`, the file may have the weights of one.
     """
-    if missing:
+    if missing := report["missing_keys"]:
         raise ValueError(f"it lacks {', '.join(sorted(missing)[:3])}")
+    for name, stored, expected in report["mismatched_keys"]:
+        raise ValueError(f"{name} is {tuple(stored)}, but its metadata and architecture say {tuple(expected)}")
     left = {ROTARY_FACTORS} if head else {ROTARY_FACTORS, "output.weight"}
     stored = sum(x.n_elements for x in header.tensors if x.name not in left)
     loaded = sum(x.numel() for x in model.parameters())
@@ -248,6 +313,9 @@ class _Reader:
         self.found.tensors += [self.tensor(*info, itemsize) for info in infos]
         if len({x.name for x in self.found.tensors}) < tensors:
             raise ValueError("two of its tensors have the same name")
+        heads, key_heads = (f"{self.found.get('general.architecture')}.attention.head_count{x}" for x in ("", "_kv"))
+        if heads in self.found.fields:  # as many as query heads, if it does not say
+            self.found.fields.setdefault(key_heads, self.found.fields[heads])
         return self.found
 
     def field(self, kind: int) -> Field:

@@ -270,7 +270,6 @@ def _load_gguf(file: Path, name: str, dtype: torch.dtype, *, head: bool) -> Load
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GgufConfig
 
     known = file.stem if name in gguf_files.PACKAGED else name
-    kind = AutoModelForCausalLM if head else AutoModel
     with refusing(f"model: cannot load the GGUF file {name!r}: {{}}"):  # an entry of the file can be wrong in any way
         header = gguf_files.read(file, dtype.itemsize)
         weights = shown(sum(x.n_elements for x in header.tensors) * dtype.itemsize)
@@ -280,18 +279,20 @@ def _load_gguf(file: Path, name: str, dtype: torch.dtype, *, head: bool) -> Load
             alone.symlink_to(file.resolve())
             options = UNTRUSTING | {"local_files_only": True, "gguf_file": alone.name}
             config = AutoConfig.from_pretrained(folder, **options)
-            gguf_files.scale_rotary(config, header)
+            gguf_files.complete_config(config, header)
+            whole = head or type(config) in AutoModelForCausalLM._model_mapping
+            kind = AutoModelForCausalLM if whole else AutoModel  # names of tensors are those of a whole model
             build = functools.partial(kind.from_config, config, dtype=dtype, trust_remote_code=False)
             _check_size(build, len(header.tensors), header.stored)
             model, report = kind.from_pretrained(
                 folder, config=config, dtype=dtype, quantization_config=GgufConfig(dequantize=True),
-                output_loading_info=True, **options,
+                output_loading_info=True, ignore_mismatched_sizes=True, **options,
             )  # fmt: skip
-            gguf_files.check_complete(model, report["missing_keys"], header, head=head)
+            gguf_files.check_complete(model, report, header, head=whole)
             tokenizer = _tokenizer(folder, name, **options)
             gguf_files.complete_tokenizer(tokenizer, header)
     model.config.name_or_path = known
-    return Loaded(known, model.eval(), tokenizer)
+    return Loaded(known, (model if head else model.base_model).eval(), tokenizer)
 
 
 def _tokenizer(path: str | Path, name: str, **options: Any) -> Any:

@@ -37,7 +37,7 @@ from qkv.cache.evicting import policies_of
 from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.huggingface.attention import attend, routed, routes
-from qkv.kernels import changing
+from qkv.kernels import changing, serving
 from qkv.masks import Mask, Predicate
 from qkv.models.decoder import DecoderLM
 from qkv.models.generation import evaluation_mode
@@ -173,6 +173,8 @@ def _settings(budgets: Sequence[int], policies: Sequence[str | type[Evicting]], 
     least = max(2, first + 1) if "sinks" in policies else 2
     if first < 1:
         raise InputError(f"first is {first}, expected at least 1 key")
+    if not isinstance(budgets, Sequence) or not all(type(x) is int for x in budgets):
+        raise InputError(f"budgets is {budgets!r}, expected a list of numbers of keys")
     if not budgets:
         raise InputError("budgets is empty, expected numbers of keys")
     if min(budgets) < least:
@@ -363,7 +365,8 @@ def expiry(call: Call, cache: Evicting) -> Int[Tensor, "b hkv nk"]:
     attention = Attention(given.mask, given.biases, given.score, given.normalizer)
     ends = torch.full(call.k.shape[:3], n, device=call.k.device)
     for start, stop in itertools.pairwise([0, *range(min(n, cache.keys), n + 1)]):
-        cache.attend(attention, *(x[:, :, start:stop] for x in (given.q, given.k, given.v)))
+        with serving(None):  # these are no calls of the model
+            cache.attend(attention, *(x[:, :, start:stop] for x in (given.q, given.k, given.v)))
         if cache.evicted is not None:
             ends.scatter_(2, cache.evicted, start)
     return ends

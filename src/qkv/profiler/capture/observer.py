@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from qkv import ring
+from qkv.cache.base import Sinks, attending
 from qkv.edits import Placed
 from qkv.engine import Call, Result, RowState, Shared, detached
 from qkv.errors import InputError
@@ -42,6 +43,7 @@ class Run:
 
     running: list[str] = field(default_factory=list)  # modules whose forward is running, the innermost last
     made: dict[str, int] = field(default_factory=dict)  # number of calls of each module in this forward
+    newest: tuple[str, Any, int] | None = None  # module, cache of qkv and its tokens in the last call
     steps: dict[str, ObservedCall] = field(default_factory=dict)  # the last of each module that attends step by step
     paused: bool = False
     opened: ExitStack = field(default_factory=ExitStack)  # of the forward
@@ -140,7 +142,7 @@ class Observer:
         it returns are recorded, if their product with the values is its output.
         """
         returned = own()
-        if self._skips():
+        if self._skips() or hasattr(function, "served"):
             return returned
         out, name = returned[0], self.names[id(module)]
         dropped = self.beside and bool(named.get("dropout"))
@@ -333,6 +335,7 @@ class Observer:
             self.run.forward.attends(self.modules.get(name), observed.group)
         if ACTIVE.get(self.model) and not observed.step:
             editable = editable and observed.step is None and observed.source not in WEIGHTS_ONLY
+            self._check_parts(name, observed)
             result, changed = applied(
                 self.model, name, observed.group, observed.layer, partial(self._place, observed), call,
                 known or compute(call), compute, editable=editable,
@@ -352,6 +355,21 @@ class Observer:
             if self.run.forward is not None:
                 self.texts.add(self.run.forward, self.modules.get(name), observed, changed)
             return result
+
+    def _check_parts(self, name: str, observed: ObservedCall) -> None:
+        """Raise `InputError` for edits of weights, or at positions, if a cache attends in several parts."""
+        cache, forward = attending(), self.run.forward
+        if not isinstance(cache, Sinks) or forward is None:
+            return
+        if forward.tokens == 1 or cache.seen + forward.tokens <= cache.sinks + cache.window:
+            return
+        for edits in ACTIVE[self.model]:
+            for one in edits.of(name, observed.group, observed.layer).values():
+                if one.of_heads or one.positional:
+                    raise InputError(
+                        f"edits has {type(one).__name__}, but {cache} attends to {forward.tokens} tokens in several "
+                        "parts; expected one token at a time once it is full, or another cache"
+                    )
 
     def _measure(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
         result, record = self.measures.record(observed, result, changed)
@@ -375,7 +393,12 @@ class Observer:
         if read and isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
             mask = Dense(mask.tensor & real[:, None, :, None])  # so that padding queries cannot make it non-causal
         causal = is_causal(mask)
-        if source == "interface" or (read and type(self.model).__module__.startswith("transformers.")):
+        causal |= attending() is not None  # in a cache of qkv, where a mask would hide nothing from a single query
+        if (
+            source == "interface"
+            or name in self.expected
+            or (read and type(self.model).__module__.startswith("transformers."))
+        ):
             group, steps = inputs.of_transformers(name, self.model), False
         else:
             group = inputs.of_call(
@@ -400,7 +423,11 @@ class Observer:
 
     def _number(self, group: str, name: str) -> tuple[int, int]:
         """How many calls a module has made in this forward, and the number of its layer, as in the first forward."""
+        cache, before = attending(), self.run.newest
+        self.run.newest = None if cache is None else (name, cache, cache.seen)
         own = self.run.made.get(name, 0)
+        if cache is not None and before == self.run.newest:  # a cache attends in several parts
+            own -= 1
         self.run.made[name] = own + 1
         key = group, name, own
         if key not in self._numbers:

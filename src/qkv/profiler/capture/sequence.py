@@ -199,8 +199,9 @@ class Sequence:
         """Tell from the keys of a cache which items and tokens it holds."""
         if not all(one.stays for one in found.values()):
             raise InputError(
-                "the cache rounds or rotates its keys, and was changed outside of the model; expected a cache that "
-                "keeps its keys, such as DynamicCache"
+                "the cache holds another number of keys than after the last forward, or was changed since, and may "
+                "round or rotate keys, so that it is not known which tokens they belong to; expected one that keeps "
+                "keys as the model computes them, such as DynamicCache"
             )
         items, real = None, self.ids(self.real)
         places: dict[int, Tensor] = {}

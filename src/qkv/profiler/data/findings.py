@@ -386,8 +386,9 @@ class Findings:
         detail = " · ".join(f"{n:,} {kind}" for kind, n in named.items()) or "No score reaches its threshold"
         found, steps = self._sink_counts, tuple[Step, ...]()
         if found is not None and found[0] != self.kinds.get("first token", 0):
-            earlier = found[0] - self.kinds.get("first token", 0)
-            detail += f"; {earlier:,} more {_has(earlier)} a sink at the first token and another type, which goes first"
+            earlier, of = found[0] - self.kinds.get("first token", 0), "others" if "first token" in named else "heads"
+            sink = "a sink at the first token, too (the other type goes first)"
+            detail += f"; {earlier:,} of the {of} {_has(earlier)} {sink}"
         if self.is_long:
             whole = type_table(self._data, whole=True)["type"].value_counts()
             kinds = " · ".join(f"{n:,} {kind}" for kind, n in whole.items() if kind != MIXED) or "none"

@@ -91,7 +91,7 @@ def _distributions(one: xr.Dataset, maps: Maps) -> tuple[Tensor, Tensor]:
         raise InputError("maps: got negative weights; expected weights of 0 or more, which can be shares of a row")
     mass = np.concatenate([weights, null[..., None]], -1).astype(np.float32)
     mass[..., -1] += mass.sum(-1) == 0
-    mass = (mass / mass.sum(-1, keepdims=True)).reshape(-1, *mass.shape[-2:])
+    mass = (mass / mass.sum(-1, keepdims=True)).reshape(math.prod(mass.shape[:-2]), *mass.shape[-2:])
     used = (mass > 0).any(0)
     share = np.broadcast_to((queries / max(queries.sum(), 1))[:, None], used.shape)
     return torch.from_numpy(mass[:, used]), torch.from_numpy(share[used].astype(np.float32))
