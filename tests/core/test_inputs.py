@@ -174,8 +174,9 @@ def test_a_mask_that_looks_as_if_true_meant_masked_is_refused_and_blocked_states
     close(attend(q, k, v, blocked=future), attend(q, k, v, mask=masks.Causal()))
     close(layer(x, blocked=future), layer(x, mask=masks.Causal()))
     close(block(x, blocked=future), block(x, mask=masks.Causal()))
-    with refused("mask", "may attend"):
-        attend(q, k, v, blocked=~future)
+    for wrong in (~future, future.int(), nothing | True):
+        with refused("blocked"):
+            attend(q, k, v, blocked=wrong)
     with refused("mask", "both passed"):
         attend(q, k, v, mask=~future, blocked=future)
 
