@@ -350,7 +350,8 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("module", "add_bias_kv", lambda: from_torch(nn.MultiheadAttention(24, 6, add_bias_kv=True))),
     ("module", "kdim 5 and vdim 7", lambda: from_torch(nn.MultiheadAttention(24, 6, kdim=5, vdim=7))),
     ("module", "activation", lambda: from_torch(nn.TransformerEncoderLayer(24, 6, activation=nn.functional.silu))),
-    ("module", "its own forward", lambda: from_torch(Doubled(24, 6))), ("module", "dropout2", lambda: from_torch(uneven())),
+    ("module", "its own forward", lambda: from_torch(Doubled(24, 6))),
+    ("module", "dropout2", lambda: from_torch(uneven())),
     ("module", "MultiheadAttention", lambda: from_torch(nn.Linear(2, 2))),  # type: ignore[arg-type]
     ("module", "TransformerBlock", lambda: to_torch(nn.Linear(2, 2))),  # type: ignore[arg-type]
     ("module", "no counterpart", lambda: to_torch(LinformerAttention(24, 6, length=9, rank=2))),
