@@ -9,8 +9,8 @@ import errno
 import io
 import json
 import os
-import runpy
 import re
+import runpy
 import shlex
 import shutil
 import signal
