@@ -484,9 +484,9 @@ def visualize_attention(*args: Any, **options: Any) -> Any:
 def _of_name(
     model_name: str = "gpt2", text: str = "The quick brown fox jumps over the lazy dog."
 ) -> tuple[tuple[Tensor, ...], list[str]]:
-    profile = qkv.profile(model_name, text, probe=False)
+    profile = qkv.profile(model_name, text, probe=False, map_tokens=2**20)
     attentions = tuple(torch.from_numpy(layer)[None] for layer in profile.data["weights"].values[0])
-    tokens = [str(token) for token in profile.data["token"].values.ravel()]
+    tokens = [str(token) for token in profile.data["key_token"].values[0]]
     means = {f"Layer {i}": layer[0].mean(0) for i, layer in enumerate(attentions)}
     _show(qkv.plot.panels(means, tokens, what="weight, mean of heads"))
     return attentions, tokens

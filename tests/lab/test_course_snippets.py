@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import qkv
 from conftest import close, rand, refused
 from qkv import masks
 from qkv_lab import course
@@ -150,6 +151,11 @@ def test_pictures_and_measures_run(capsys: pytest.CaptureFixture[str], monkeypat
     assert [w.shape for w in weights] == [(1, 2, 10, 10)]
     assert (tmp_path / "attention_visualization.png").exists()
     assert len(course.visualize_attention(["a"] * 10, weights[0], head=1).axes) == 2
+    mini, tokenizer = qkv.load("qkv-mini")
+    attentions, tokens = course.visualize_attention("qkv-mini", "import os")
+    ids = tokenizer("import os", return_tensors="pt")["input_ids"]
+    close32(attentions, mini(ids, return_weights=True)[1])
+    assert len(tokens) == ids.shape[1]
     course.plot_attention(weights[0][0, 0])
     course.analyze_attention_heads(model, data, 5)
     course.measure_first_token_attention(weights, ["a"] * 10)
