@@ -83,9 +83,8 @@ def create_causal_mask(seq_len: int, device: torch.device | str | None = None) -
 class CausalMask(Tensor):
     """The tensor of `create_causal_mask`, which refuses to be used as a mask in which True hides.
 
-    >>> torch.zeros(3, 3).masked_fill(create_causal_mask(3), -torch.inf)
-    Traceback (most recent call last):
-    qkv.errors.InputError: mask of create_causal_mask is True where a query may attend, but masked_fill hides ...
+    >>> torch.zeros(2, 2).masked_fill(~create_causal_mask(2), -1).tolist()
+    [[0.0, -1.0], [0.0, 0.0]]
     """
 
     HIDING = (Tensor.masked_fill, Tensor.masked_fill_, torch.masked_fill, Tensor.__setitem__, mha_forward)
