@@ -20,13 +20,15 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import multi_head_attention_forward as mha_forward
 
 import qkv
 from qkv.attention import attend
 from qkv.compat import renamed, with_blocked
-from qkv.engine import inverted
-from qkv.errors import InputError
+from qkv.engine import as_mask, inverted
+from qkv.errors import InputError, at_least_one
 from qkv.masks import Mask
+from qkv.models.config import check_ids
 from qkv.models.tokenizers import ByteTokenizer as Tokenizer
 from qkv.normalizers import Sigmoid
 from qkv.scores import Additive, Dot
@@ -75,7 +77,38 @@ def create_causal_mask(seq_len: int, device: torch.device | str | None = None) -
     >>> create_causal_mask(3).int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     """
-    return torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril()
+    return torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril().as_subclass(CausalMask)
+
+
+class CausalMask(Tensor):
+    """The tensor of `create_causal_mask`, which refuses to be used as a mask in which True hides.
+
+    >>> torch.zeros(2, 2).masked_fill(~create_causal_mask(2), -1).tolist()
+    [[0.0, -1.0], [0.0, 0.0]]
+    """
+
+    HIDING = (Tensor.masked_fill, Tensor.masked_fill_, torch.masked_fill, Tensor.__setitem__, mha_forward)
+    VIEWS = (Tensor.__getitem__, Tensor.unsqueeze, Tensor.expand, Tensor.repeat, Tensor.view, Tensor.to, Tensor.clone)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in cls.HIDING and any(isinstance(x, cls) for x in (*args[1:2], *kwargs.values())):
+            raise InputError(
+                f"mask of create_causal_mask is True where a query may attend, but {function.__name__} hides where its "
+                "mask is True; expected ~mask"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            found = function(*args, **kwargs)
+        return found.as_subclass(cls) if function in cls.VIEWS and args[0].dtype == found.dtype else found
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # torch.load refuses other classes
 
 
 def scaled_dot_product_attention(
@@ -106,9 +139,10 @@ def scaled_dot_product_attention(
     """
     given = {"query": query, "key": key, "value": value}
     query, key, value = renamed("scaled_dot_product_attention", other_names, INPUTS, given)
-    visible = _visible(mask, blocked)
-    if isinstance(visible, Tensor) and visible.ndim == query.ndim == 3:
-        visible = visible[:, None]  # a mask for each item, and not for each head
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x is None:
+            raise InputError(f"{name} is None, expected a tensor or an array (…, length, d)")
+    visible = _visible(mask, blocked, of_items=query.ndim == 3)
     return attend(query, key, value, mask=visible, dropout_p=dropout_p, return_weights=True)
 
 
@@ -135,14 +169,14 @@ class ScaledDotProductAttention:
         self.d_k, self.scale = d_k, math.sqrt(d_k)
 
     def forward(
-        self, Q: np.ndarray, K: np.ndarray, V: np.ndarray, mask: GivenMask = None
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        self, Q: np.ndarray, K: np.ndarray, V: np.ndarray, mask: GivenMask = None, *, blocked: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Output (nq, dv) and weights (nq, nk). Whole numbers, as of an example by hand, become floats."""
         Q, K, V = (x.astype(float) if np.asarray(x).dtype.kind in "iu" else x for x in (Q, K, V))
-        return attend(Q, K, V, mask=_visible(mask), score=Dot(1 / self.scale), return_weights=True)
+        return attend(Q, K, V, mask=_visible(mask, blocked), score=Dot(1 / self.scale), return_weights=True)
 
     def _softmax(self, x: np.ndarray, axis: int = -1) -> np.ndarray:
-        return torch.from_numpy(x).softmax(axis).numpy()
+        return torch.from_numpy(x * 1.0).softmax(axis).numpy()
 
 
 class BahdanauAttention:
@@ -163,10 +197,10 @@ class BahdanauAttention:
         self, decoder_state: np.ndarray, encoder_states: Sequence[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The context (hidden_dim, 1) and the weights (states) of one decoder state and a list of encoder states."""
-        states = np.concatenate(encoder_states, 1).T
+        states = np.concatenate(encoder_states, 1).T * 1.0  # whole numbers become floats
         va, ua, wa = map(torch.from_numpy, (self.va[:, 0], self.Ua, self.Wa))
         score = Additive(va, w_q=ua, w_k=wa)
-        context, weights = attend(decoder_state.T, states, states, score=score, return_weights=True)
+        context, weights = attend(decoder_state.T * 1.0, states, states, score=score, return_weights=True)
         return context.T, weights[0]
 
 
@@ -242,12 +276,12 @@ class MultiHeadAttention(nn.Module):
         query, key, value = renamed("MultiHeadAttention", other_names, INPUTS, given)
         if mask is None and value is None and not (isinstance(key, Tensor) and key.ndim == 3):
             key, mask = None, key
+        if isinstance(key, Tensor) and value is None and key.shape[1:] == (query.shape[-2],) * 2 and key.equal(key**2):
+            raise InputError("key has only zeros and ones, as a mask has; expected it as mask=, or value=, too")
         keys: Any = query if key is None else key
         value = keys if value is None else value
         for name, x in (("query", query), ("key", keys), ("value", value)):
-            if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != self.d_model:
-                shape = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
-                raise InputError(f"{name} is {shape}, expected (batch, length, {self.d_model}); pass a mask as mask=")
+            _check_tokens(name, x, self.d_model)
         q, k, v = self.split_heads(self.W_q(query)), self.split_heads(self.W_k(keys)), self.split_heads(self.W_v(value))
         found: Any = attend(
             q, k, v, mask=_visible(mask, blocked), score=Dot(1 / self.scale), return_weights=return_attention,
@@ -279,12 +313,12 @@ class EinsumAttention(nn.Module):
         self, x: Float[Tensor, "b s m"], mask: GivenMask = None, *, blocked: Tensor | None = None
     ) -> tuple[Float[Tensor, "b s m"], Float[Tensor, "b h s t"]]:
         """Output and weights; mask True where a query may attend."""
+        _check_tokens("x", x, len(self.W_q))
         q, k, v = (torch.einsum("bsm,mhd->bshd", x, w) for w in (self.W_q, self.W_k, self.W_v))
         scores = torch.einsum("bshd,bthd->bhst", q, k) / math.sqrt(self.d_k)
-        visible = _visible(mask, blocked)
-        if isinstance(visible, Mask):
-            visible = visible.dense(x.shape[1], x.shape[1], batch=len(x), heads=self.num_heads)
-        if visible is not None:
+        given, visible = as_mask(_visible(mask, blocked)), None
+        if given is not None:
+            visible = given.dense(x.shape[1], x.shape[1], batch=len(x), heads=self.num_heads).to(x.device)
             scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)  # −∞ gives NaN without visible keys
         weights = scores.softmax(-1)
         if visible is not None:
@@ -314,6 +348,8 @@ class TransformerBlock(nn.Module):
         attention: nn.Module | None = None, **other_names: Any,
     ) -> None:  # fmt: skip
         super().__init__()
+        if attention is not None and (num_heads is not None or other_names):
+            raise InputError("attention and num_heads are both passed, expected one: a layer has its number of heads")
         self.norm1 = nn.LayerNorm(d_model)
         self.attn = attention or MultiHeadAttention(d_model, num_heads, bias=False, **other_names)
         self.dropout1, self.norm2 = nn.Dropout(dropout), nn.LayerNorm(d_model)
@@ -447,9 +483,9 @@ def visualize_attention(*args: Any, **options: Any) -> Any:
 def _of_name(
     model_name: str = "gpt2", text: str = "The quick brown fox jumps over the lazy dog."
 ) -> tuple[tuple[Tensor, ...], list[str]]:
-    profile = qkv.profile(model_name, text, probe=False)
+    profile = qkv.profile(model_name, text, probe=False, map_tokens=2**20)
     attentions = tuple(torch.from_numpy(layer)[None] for layer in profile.data["weights"].values[0])
-    tokens = [str(token) for token in profile.data["token"].values.ravel()]
+    tokens = [str(token) for token in profile.data["key_token"].values[0]]
     means = {f"Layer {i}": layer[0].mean(0) for i, layer in enumerate(attentions)}
     _show(qkv.plot.panels(means, tokens, what="weight, mean of heads"))
     return attentions, tokens
@@ -495,7 +531,11 @@ def compute_sink_metric(attention_weights: Float[Tensor, "h n n"], threshold: fl
     >>> compute_sink_metric(torch.tensor([[[1.0, 0.0], [0.4, 0.6]], [[1.0, 0.0], [0.1, 0.9]]]))
     0.5
     """
-    return (attention_weights[:, 1:, 0] > threshold).float().mean().item()
+    weights = torch.as_tensor(attention_weights)
+    if weights.ndim != 3 or weights.shape[1] < 2:
+        shape = tuple(weights.shape)
+        raise InputError(f"attention_weights is {shape}, expected (heads, queries, keys), 2 queries or more")
+    return (weights[:, 1:, 0] > threshold).float().mean().item()
 
 
 def experiment_sigmoid_attention() -> None:
@@ -568,13 +608,15 @@ for _test in (test_attention, test_mha, test_transformer):
 
 
 def _head_size(d_model: int, heads: int) -> int:
-    if not d_model or not heads or heads < 1 or d_model % heads:
+    at_least_one(d_model=d_model, num_heads=heads)
+    if d_model % heads:
         raise InputError(f"d_model is {d_model}, expected a multiple of num_heads = {heads}")
     return d_model // heads
 
 
 def _embedded(x: Int[Tensor, "b n"], tokens: nn.Embedding, positions: nn.Embedding) -> Float[Tensor, "b n d"]:
-    if x.ndim != 2 or x.shape[1] > positions.num_embeddings:
+    check_ids("x", x, tokens.num_embeddings)
+    if x.shape[1] > positions.num_embeddings:
         raise InputError(f"x is {tuple(x.shape)}, expected (batch, at most max_seq_len = {positions.num_embeddings})")
     return tokens(x) + positions(torch.arange(x.shape[1], device=x.device))
 
@@ -597,13 +639,24 @@ def _parts_as_in(block: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> 
         block.attn = EinsumAttention(d_model, heads).to(block.norm1.weight)
 
 
-def _visible(mask: GivenMask, blocked: Tensor | np.ndarray | None = None) -> Mask | Tensor | None:
-    """The mask as a mask object or a boolean tensor; a mask of 0 and 1 is visible at 1, and `blocked` at 0."""
+def _check_tokens(name: str, x: object, d_model: int) -> None:
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != d_model:
+        shape = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
+        raise InputError(f"{name} is {shape}, expected (batch, length, {d_model}); pass a mask as mask=")
+
+
+def _visible(
+    mask: GivenMask, blocked: Tensor | np.ndarray | None = None, *, of_items: bool = False
+) -> Mask | Tensor | None:
+    """The mask as a mask object or a boolean tensor; a mask of 0 and 1 is visible at 1, and `blocked` at 0.
+
+    Three dimensions are those of (heads, queries, keys), or `of_items`.
+    """
     if blocked is not None:
-        return with_blocked(mask, _boolean(blocked))  # type: ignore[arg-type]
+        return with_blocked(mask, _boolean("blocked", blocked, of_items))  # type: ignore[arg-type]
     if mask is None or isinstance(mask, Mask):
         return mask
-    tensor = _boolean(mask)
+    tensor = _boolean("mask", mask, of_items)
     if (how := inverted(tensor.cpu())) is not None:
         raise InputError(
             f"mask is {how}, as in courses where True hides a key, but here True means may attend; expected ~mask, "
@@ -612,20 +665,22 @@ def _visible(mask: GivenMask, blocked: Tensor | np.ndarray | None = None) -> Mas
     return tensor
 
 
-def _boolean(mask: Tensor | np.ndarray) -> Tensor:
+def _boolean(name: str, mask: Tensor | np.ndarray, of_items: bool = False) -> Tensor:
     """The mask as a boolean tensor.
 
-    >>> _boolean(torch.tensor([[1, 0], [1, 1]]))[0].tolist()
+    >>> _boolean("mask", torch.tensor([[1, 0], [1, 1]]))[0].tolist()
     [True, False]
     """
     tensor = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
+    means = f"True or 1 where a query may {'not ' * (name == 'blocked')}attend"
     if not isinstance(tensor, Tensor):
-        raise InputError(f"mask is {type(mask).__name__}, expected a tensor that is True where a query may attend")
+        raise InputError(f"{name} is {type(mask).__name__}, expected a tensor that is {means}")
     if tensor.dtype != torch.bool:
         if not bool(((tensor == 0) | (tensor == 1)).all()):
             raise InputError(
-                f"mask is {tensor.dtype} with other numbers than 0 and 1, expected True or 1 where a query may attend; "
+                f"{name} is {tensor.dtype} with other numbers than 0 and 1, expected {means}; "
                 "numbers to be added to the scores are attn_mask= of qkv.attend"
             )
         tensor = tensor == 1
-    return tensor
+    tensor = tensor.as_subclass(Tensor)
+    return tensor[:, None] if of_items and tensor.ndim == 3 else tensor

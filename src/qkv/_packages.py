@@ -40,7 +40,7 @@ LAB = "qkv_lab"
 
 def lab_is_missing(purpose: str) -> str:
     """The sentence that says which package has `purpose`."""
-    return f"{purpose} is in the package qkv-lab, which is not installed: pip install qkv-lab"
+    return f"{purpose} is in the package qkv-lab, which is not installed: pip install qkv-lab, or ./lab in a clone"
 
 
 def from_lab(public: str, module: str, name: str) -> Any:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkv._contract import Definition, check_by_head, learned_tensors, overrides, require, with_attributes
-from qkv.errors import InputError, kind_of
+from qkv.errors import InputError, finite, kind_of
 from qkv.masks import Grid, Region
 from qkv.masks.base import check_pairs
 
@@ -354,8 +354,8 @@ class SoftCap(Bias):
     by_head = False
 
     def __post_init__(self) -> None:
-        if not (self.cap > 0 and math.isfinite(self.cap)):
-            raise InputError(f"SoftCap: cap is {self.cap}, expected a positive number")
+        if not finite(self.cap) or self.cap <= 0:
+            raise InputError(f"SoftCap: cap is {self.cap!r}, expected a positive number")
 
     def apply(self, scores: Tensor, region: Region) -> Tensor:
         return torch.tanh(scores / self.cap) * self.cap
@@ -468,9 +468,9 @@ class T5Bias(Bias):
         if not isinstance(self.table, Tensor) or self.table.ndim != 2 or not self.table.dtype.is_floating_point:
             raise InputError("T5Bias: table is not a float tensor, expected shape (buckets, heads)")
         exact = len(self.table) // (4 if self.bidirectional else 2)
-        if exact < 1 or self.max_distance <= exact:
+        if not finite(self.max_distance) or exact < 1 or self.max_distance <= exact:
             raise InputError(
-                f"T5Bias: max_distance is {self.max_distance} with {len(self.table)} buckets, expected at least "
+                f"T5Bias: max_distance is {self.max_distance!r} with {len(self.table)} buckets, expected at least "
                 f"{4 if self.bidirectional else 2} buckets and a distance above {exact}, where the exact ones end"
             )
 

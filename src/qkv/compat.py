@@ -19,8 +19,8 @@ from torch import Tensor
 
 from qkv import masks
 from qkv.biases import Bias, TensorBias
-from qkv.engine.call import Result, as_biases, as_mask, tensor_of
-from qkv.errors import InputError, nearest
+from qkv.engine.call import Result, as_biases, as_mask, inverted, tensor_of
+from qkv.errors import InputError, kind_of, nearest
 from qkv.masks import Mask, from_sdpa
 from qkv.scores import Dot, Score
 
@@ -117,7 +117,14 @@ def with_blocked(mask: Mask | Tensor | None, blocked: Tensor | None) -> Mask | T
         raise InputError("mask and blocked are both passed, expected one of them: True means masked in blocked alone")
     if isinstance(blocked, Mask):
         raise InputError(f"blocked is {blocked!r}, expected a boolean tensor that is True where masked; pass mask=")
-    return as_mask(~masks.Dense(blocked).tensor)
+    if not isinstance(blocked, Tensor) or blocked.dtype != torch.bool:
+        raise InputError(f"blocked is {kind_of(blocked)}, expected a boolean tensor that is True where masked")
+    if (how := inverted(~blocked)) is not None:
+        raise InputError(
+            f"blocked leaves a mask that is {how}, as if True meant may attend, but in blocked True means masked; "
+            "expected mask=blocked, or mask=qkv.masks.Dense(~blocked) if this is meant"
+        )
+    return masks.Dense(~blocked)
 
 
 def composition_of(

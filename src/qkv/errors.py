@@ -1,6 +1,7 @@
 """`InputError`, the one exception that qkv raises for bad arguments, and what its messages share."""
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -90,6 +91,18 @@ def at_least_one(of: str = "", **sizes: object) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise InputError(f"{of}{': ' * bool(of)}{name} is {size!r}, expected a whole number, at least 1")
+
+
+def finite(*values: Any) -> bool:
+    """Whether all are finite numbers, and not texts, lists or tensors of several.
+
+    >>> finite(2, 0.5), finite(1.0, "2"), finite(math.nan)
+    (True, False, False)
+    """
+    try:
+        return all(math.isfinite(x) for x in values)
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def kind_of(x: Any) -> str:

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkv._contract import Definition, check_by_head, learned_tensors, require, with_attributes
-from qkv.errors import InputError, kind_of, one_of
+from qkv.errors import InputError, finite, kind_of, one_of
 
 __all__ = [
     "EluPlusOne", "Entmax", "Hard", "Identity", "Normalizer", "Pointwise", "ReLU", "Sigmoid", "Softmax", "Sparsemax",
@@ -364,8 +364,8 @@ class Entmax(SumToOne):
     zero_at_minus_infinity = True
 
     def __post_init__(self) -> None:
-        if not 1 < self.alpha <= 2:
-            raise InputError(f"Entmax: alpha is {self.alpha}, expected 1 < alpha ≤ 2 (for alpha = 1 use Softmax)")
+        if not finite(self.alpha) or not 1 < self.alpha <= 2:
+            raise InputError(f"Entmax: alpha is {self.alpha!r}, expected 1 < alpha ≤ 2 (for alpha = 1 use Softmax)")
         self.check(0)
 
     def tensors(self) -> dict[str, Tensor]:

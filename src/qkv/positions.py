@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv.errors import InputError, at_least_one
+from qkv.errors import InputError, at_least_one, finite
 
 __all__ = ["NTK", "DynamicNTK", "Learned", "Linear", "Llama3", "Rotary", "Scaling", "Sinusoidal", "YaRN"]
 __dir__ = __all__.copy
@@ -65,7 +65,7 @@ class Sinusoidal:
     base: float = 10_000.0
 
     def __post_init__(self) -> None:
-        _check_dim("Sinusoidal", self.dim)
+        _check_wavelengths(self)
 
     def __call__(self, positions: Int[Tensor, "*n"]) -> Float[Tensor, "*n dim"]:
         """Return the encoding of `positions`, to be added to the embeddings; float32."""
@@ -73,9 +73,12 @@ class Sinusoidal:
         return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).float()
 
 
-def _check_dim(name: str, dim: int) -> None:
-    if dim < 2 or dim % 2:
-        raise InputError(f"{name}: dim is {dim}, expected an even number of dimensions, two per wavelength")
+def _check_wavelengths(of: Sinusoidal | Rotary) -> None:
+    name, dim = type(of).__name__, of.dim
+    if not finite(dim) or dim < 2 or dim % 2:
+        raise InputError(f"{name}: dim is {dim!r}, expected an even number of dimensions, two per wavelength")
+    if not finite(of.base) or of.base <= 1:
+        raise InputError(f"{name}: base is {of.base!r}, expected more than 1")
 
 
 def _frequencies(dim: int, base: float) -> Float[Tensor, " pairs"]:
@@ -108,10 +111,10 @@ class _ByFactor(Scaling):
 
     def __post_init__(self) -> None:
         name, original = type(self).__name__, getattr(self, "original", 1)
-        if not (self.factor >= 1 and math.isfinite(self.factor)):
-            raise InputError(f"{name}: factor is {self.factor}, expected at least 1")
-        if original < 1:
-            raise InputError(f"{name}: original is {original}, expected the number of tokens the model was trained on")
+        if not finite(self.factor) or self.factor < 1:
+            raise InputError(f"{name}: factor is {self.factor!r}, expected at least 1")
+        if not finite(original) or original < 1:
+            raise InputError(f"{name}: original is {original!r}, expected the number of tokens of the training")
 
 
 @dataclass(frozen=True)
@@ -211,8 +214,8 @@ class Llama3(_ByFactor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.low < self.high:
-            raise InputError(f"Llama3: low is {self.low} and high is {self.high}, expected 0 < low < high")
+        if not finite(self.low, self.high) or not 0 < self.low < self.high:
+            raise InputError(f"Llama3: low is {self.low!r} and high is {self.high!r}, expected 0 < low < high")
 
     def frequencies(self, dim: int, base: float, length: int) -> Tensor:
         plain = _frequencies(dim, base)
@@ -241,9 +244,7 @@ class Rotary:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        _check_dim("Rotary", self.dim)
-        if not self.base > 1:
-            raise InputError(f"Rotary: base is {self.base}, expected more than 1")
+        _check_wavelengths(self)
 
     def tables(
         self, positions: Int[Tensor, "*n"], length: int | None = None, dtype: torch.dtype = torch.float32

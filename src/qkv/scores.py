@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv._contract import Definition, check_by_head, learned_tensors, overrides, require
-from qkv.errors import InputError, kind_of
+from qkv.errors import InputError, finite, kind_of
 
 __all__ = ["Additive", "Concat", "Cosine", "Dot", "Features", "General", "Pairwise", "Product", "Score"]
 __dir__ = __all__.copy
@@ -134,8 +134,8 @@ class Dot(Product):
     rotation_invariant = True
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise InputError(f"Dot: scale is {self.scale}, expected a finite number or None for 1/√d")
+        if self.scale is not None and not finite(self.scale):
+            raise InputError(f"Dot: scale is {self.scale!r}, expected a finite number or None for 1/√d")
 
     def factor(self, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim) if self.scale is None else self.scale

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -177,6 +178,13 @@ def test_the_address_is_printed_and_opened_in_a_browser_unless_told_not_to(
     assert not opened.is_set()
     command.succeeds("view", GOLDEN)
     assert opened.wait(60)
+
+
+def test_the_module_is_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["qkv", "nonsense"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("qkv", run_name="__main__")
+    assert "nonsense" in capsys.readouterr().err
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------

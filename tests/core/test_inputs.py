@@ -18,7 +18,7 @@ from torch import Tensor
 import qkv
 from conftest import close, rand, refusals, refused, triple
 from own_objects import SoftplusSquared
-from qkv import attend, biases, masks, measure, normalizers, reference
+from qkv import attend, biases, masks, measure, normalizers, positions, reference
 from qkv.masks import Causal, Dense, Document, Padding, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
@@ -174,8 +174,9 @@ def test_a_mask_that_looks_as_if_true_meant_masked_is_refused_and_blocked_states
     close(attend(q, k, v, blocked=future), attend(q, k, v, mask=masks.Causal()))
     close(layer(x, blocked=future), layer(x, mask=masks.Causal()))
     close(block(x, blocked=future), block(x, mask=masks.Causal()))
-    with refused("mask", "may attend"):
-        attend(q, k, v, blocked=~future)
+    for wrong in (~future, future.int(), nothing | True):
+        with refused("blocked"):
+            attend(q, k, v, blocked=wrong)
     with refused("mask", "both passed"):
         attend(q, k, v, mask=~future, blocked=future)
 
@@ -253,7 +254,19 @@ def test_wrong_parts_are_rejected(arguments: dict[str, Any], argument: str, matc
             function(*tensors, **arguments)  # type: ignore[operator]
 
 
+NUMBERS: list[tuple[str, Callable[[Any], object]]] = [
+    ("dropout_p", lambda x: attend(Q, K, V, dropout_p=x)), ("scale", lambda x: attend(Q, K, V, scale=x)),
+    ("alpha", normalizers.Entmax), ("cap", biases.SoftCap), ("factor", positions.NTK), ("dim", positions.Sinusoidal),
+    ("base", lambda x: positions.Rotary(4, x)), ("low", lambda x: positions.Llama3(low=x)),
+    ("original", lambda x: positions.YaRN(2.0, x)), ("offset", lambda x: masks.Shifted(Causal(), x)),
+    ("max_distance", lambda x: biases.T5Bias(ones(32, 2), max_distance=x)),
+]  # fmt: skip
 REFUSALS: list[tuple[str, Callable[[], object], str | None]] = [
+    *((name, lambda make=make, x=x: make(x), None) for name, make in NUMBERS for x in ("a", [1], 1j)),
+    ("offset", lambda: masks.Shifted(Causal(), 4.5), "whole"),
+    *(("lengths", lambda x=x: Padding(x), None) for x in ("a", None, [0.5], [True])),
+    *(("ids", lambda x=x: Document(x), None) for x in ("a", None, [0.5], [[[1]]])),
+    *(("indices", lambda x=x: masks.Global(x), None) for x in ("a", None, [0.5])),
     *(("dropout_p", lambda p=p: attend(Q, K, V, dropout_p=p), None) for p in (-0.1, 1.0, math.nan)),
     *(("kernel", lambda f=f: f(Q, K, V, kernel="Flash"), None) for f in (attend, qkv.plan, qkv.Attention())),
     *(("cap", lambda cap=cap: biases.SoftCap(cap), None) for cap in (0.0, math.nan, math.inf)),

@@ -314,6 +314,21 @@ def block_of(*, norm_bias: bool = True, activation: str = "gelu", **options: Any
 
 
 X = torch.zeros(1, 2, 24)
+
+
+class Doubled(nn.TransformerEncoderLayer):
+    """A layer of torch whose output is another one."""
+
+    def forward(self, *args: Any, **named: Any) -> torch.Tensor:
+        return 2 * super().forward(*args, **named)
+
+
+def uneven() -> nn.TransformerEncoderLayer:
+    layer = nn.TransformerEncoderLayer(24, 6)
+    layer.dropout2.p = 0.3
+    return layer
+
+
 REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("d_model", None, lambda: heads_of(heads=5)), ("kv_heads", None, lambda: heads_of(kv_heads=4)),
     ("heads", None, lambda: heads_of(heads=0)), ("head_dim", None, lambda: heads_of(head_dim=0)),
@@ -335,6 +350,8 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("module", "add_bias_kv", lambda: from_torch(nn.MultiheadAttention(24, 6, add_bias_kv=True))),
     ("module", "kdim 5 and vdim 7", lambda: from_torch(nn.MultiheadAttention(24, 6, kdim=5, vdim=7))),
     ("module", "activation", lambda: from_torch(nn.TransformerEncoderLayer(24, 6, activation=nn.functional.silu))),
+    ("module", "its own forward", lambda: from_torch(Doubled(24, 6))),
+    ("module", "dropout2", lambda: from_torch(uneven())),
     ("module", "MultiheadAttention", lambda: from_torch(nn.Linear(2, 2))),  # type: ignore[arg-type]
     ("module", "TransformerBlock", lambda: to_torch(nn.Linear(2, 2))),  # type: ignore[arg-type]
     ("module", "no counterpart", lambda: to_torch(LinformerAttention(24, 6, length=9, rank=2))),

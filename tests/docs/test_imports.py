@@ -31,7 +31,7 @@ ORDER = {
         "profiler.data", "profiler.capture", "profiler.editing", "profiler.surveys", "profiler.explore",
         "profiler.analyses",
         "profiler", "tracking",
-        "figures", "plot", "page", "report", "server", "cli",
+        "figures", "plot", "page", "report", "server", "cli", "__main__",
     ],
     "qkv_lab": [
         "experiments.evidence", "draw", "task", "lexicon", "grammar", "scenes", "log", "heads", "tokens",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import qkv
 from conftest import close, rand, refused
 from qkv import masks
 from qkv_lab import course
@@ -148,6 +151,11 @@ def test_pictures_and_measures_run(capsys: pytest.CaptureFixture[str], monkeypat
     assert [w.shape for w in weights] == [(1, 2, 10, 10)]
     assert (tmp_path / "attention_visualization.png").exists()
     assert len(course.visualize_attention(["a"] * 10, weights[0], head=1).axes) == 2
+    mini, tokenizer = qkv.load("qkv-mini")
+    attentions, tokens = course.visualize_attention("qkv-mini", "import os")
+    ids = tokenizer("import os", return_tensors="pt")["input_ids"]
+    close32(attentions, mini(ids, return_weights=True)[1])
+    assert len(tokens) == ids.shape[1]
     course.plot_attention(weights[0][0, 0])
     course.analyze_attention_heads(model, data, 5)
     course.measure_first_token_attention(weights, ["a"] * 10)
@@ -169,3 +177,32 @@ def test_pictures_and_measures_run(capsys: pytest.CaptureFixture[str], monkeypat
 def test_a_mask_in_which_true_hides_is_taken_upside_down(call: Callable[[], object]) -> None:
     with refused("mask", match="blocked=mask"):
         call()
+
+
+def test_the_causal_mask_is_not_taken_upside_down_by_the_lesson_that_masks_its_own_scores() -> None:
+    mask, scores, layer = create_causal_mask(6), rand(2, 6, 6), torch.nn.MultiheadAttention(24, 4, batch_first=True)
+    for call in (
+        lambda: scores.masked_fill(mask.unsqueeze(0), -1e9), lambda: scores[0].__setitem__(mask[:6, :6], -torch.inf),
+        lambda: layer(X, X, X, attn_mask=mask),
+    ):  # fmt: skip
+        with refused("mask", match="~mask"):
+            call()
+    assert torch.equal(scores.masked_fill(mask == 0, 0.0), scores.tril())
+    module = torch.nn.Module()
+    module.register_buffer("mask", mask)
+    torch.save(copy.deepcopy(module).state_dict(), file := io.BytesIO())
+    assert torch.equal(torch.load(io.BytesIO(file.getvalue()))["mask"], CAUSAL > 0)
+
+
+def test_a_mask_of_each_item_is_that_of_an_item_in_every_call_or_refused() -> None:
+    x, items = X, torch.stack([CAUSAL > 0, torch.ones(6, 6) > 0])
+    for mask in ({"mask": items}, {"blocked": ~items}):
+        close32(scaled_dot_product_attention(x, x, x, **mask), formula(x, x, x, items))
+        for layer in (course.EinsumAttention(24, 2), MultiHeadAttention(24, 2), course.TransformerBlock(24, 2)):
+            with refused("mask", match="ambiguous"):
+                layer(x, **mask)
+    with refused("key"):
+        MultiHeadAttention(6, 2)(rand(1, 6, 6), CAUSAL[None])
+    for weights in (torch.ones(1, 2, 3, 3), torch.ones(2, 1, 1)):
+        with refused("attention_weights"):
+            course.compute_sink_metric(weights)

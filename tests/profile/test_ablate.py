@@ -124,8 +124,10 @@ def test_other_models_and_shapes_are_refused() -> None:
             ablation(small(), ids, progress=False)
     with refused("what"):
         ablation(small(), IDS, what="tails", progress=False)
-    with refused("model", match="no loss on the next token"):
-        ablation(hf.build("bert"), IDS, progress=False)
+    sees_all = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4, prefix=IDS.shape[1]))
+    for model in (hf.build("bert"), sees_all):
+        with refused("model", match="no loss on the next token"):
+            ablation(model, IDS, progress=False)
 
 
 @pytest.mark.usefixtures("undrawn")

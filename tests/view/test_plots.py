@@ -172,6 +172,11 @@ WEIGHTS_REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("columns", lambda: plot.heads(weights(2, 3, 3), columns=0)),
     ("statistic", lambda: plot.by_head(made.gpt().heads(), "sinc")),
     ("grid", lambda: plot.overlay(np.zeros((4, 4, 3)), weights(1, 4), (2, 3))),
+    ("statistic", lambda: plot.by_head(weights(2, 3), ["sink"])),  # type: ignore[arg-type]
+    *(
+        (name, lambda name=name, x=x: plot.matrix(weights(3, 3), **{name: x}))
+        for name, x in (("title", 3), ("vmax", "a"), ("tokens", 5), ("labels", "query"), ("ax", np.array([None, None])))
+    ),
 ]
 
 test_arguments_that_cannot_be_drawn_are_refused = refusals(WEIGHTS_REFUSED)

@@ -181,7 +181,10 @@ class Input:
             raise InputError("--chat and --tokens are both given, expected one of them")
         with spinner(f"loading {name}"):
             loaded = loading.load_model(name, dtype=self.dtype, tokens=self.tokens or len(passage.encode()), head=head)
-        if loaded.sample is not None and self.text is None and self.file is None:
+        if loaded.sample is not None and not callable(loaded.tokenizer):
+            for option, value in {"text": self.text, "--file": self.file, "--chat": self.chat}.items():
+                if value is not None:
+                    raise InputError(f"{option} is given, but {name} takes none here: it runs on a sample of its data")
             kind = ", ".join(f"{key} {tuple(x.shape)}" for key, x in loaded.sample.items())
             print(f"qkv: {name} reads no text; it runs on a sample of its training data: {kind}", file=sys.stderr)
             return loaded, loaded.sample

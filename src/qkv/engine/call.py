@@ -18,7 +18,7 @@ from typing_extensions import TypeVar
 from qkv._contract import overrides, unlisted_tensor
 from qkv.biases import Bias, TensorBias
 from qkv.engine.sizes import dense, readable
-from qkv.errors import InputError, kind_of, refusing
+from qkv.errors import InputError, finite, kind_of, refusing
 from qkv.masks import Dense, Grid, Mask, Region
 from qkv.masks.base import mask_of_part
 from qkv.masks.convert import block_visibility
@@ -357,8 +357,8 @@ def _check_kinds(user: UserArguments, dropout_p: float) -> None:
         )
     if user.normalizer is not SOFTMAX:
         user.normalizer.check(user.q.shape[1])
-    if not 0 <= dropout_p < 1:
-        raise InputError(f"dropout_p is {dropout_p}, expected a probability in [0, 1)")
+    if not finite(dropout_p) or not 0 <= dropout_p < 1:
+        raise InputError(f"dropout_p is {dropout_p!r}, expected a probability in [0, 1)")
     if dropout_p and user.normalizer.one_key:
         name = type(user.normalizer).__name__
         raise InputError(f"dropout_p is {dropout_p} with normalizer={name}, which has one weight per query; expected 0")

@@ -298,16 +298,16 @@ def _as_mask(value: object) -> Mask:
     return value
 
 
-def whole(mask: Mask, name: str, least: int, of: str) -> None:
+def whole(mask: Mask, name: str, least: float, of: str) -> None:
     """Make a number of a mask an int; raise `InputError` if it is not whole, or less than `least`."""
     value = getattr(mask, name)
     try:
         number = value if isinstance(value, int | torch.SymInt) else operator.index(value)
     except TypeError:
-        number = least - 1
-    if number < least:
-        kind = type(mask).__name__
-        raise InputError(f"{kind}: {name} is {value!r}, expected a whole number, at least {least} ({of})")
+        number = None
+    if number is None or number < least:
+        kind, range_ = type(mask).__name__, f", at least {least}" * math.isfinite(least)
+        raise InputError(f"{kind}: {name} is {value!r}, expected a whole number{range_} ({of})")
     object.__setattr__(mask, name, number)
 
 
@@ -451,6 +451,9 @@ class Shifted(OtherGrid):
 
     mask: Mask
     offset: int
+
+    def __post_init__(self) -> None:
+        whole(self, "offset", -math.inf, "the position of query 0")
 
     def _grid(self, grid: Grid) -> Grid:
         return replace(grid, offset=self.offset)

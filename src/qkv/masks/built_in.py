@@ -159,6 +159,19 @@ class Prefix(Mask):
         return grid.columns(0, grid.n_keys)[None] < self.length
 
 
+def _integers(mask: Mask, name: str, ndims: tuple[int, ...], expected: str) -> Tensor:
+    """An argument of a mask as a tensor of integers; raise `InputError` for anything else, but an empty list."""
+    value = getattr(mask, name)
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.zeros(())
+    kind = found.dtype
+    if found.ndim not in ndims or (found.numel() and (kind.is_floating_point or kind.is_complex or kind == torch.bool)):
+        raise InputError(f"{type(mask).__name__}: {name} is {kind_of(value)}, expected {expected}")
+    return found
+
+
 @dataclass(frozen=True)
 class Global(Mask):
     """The tokens at `indices` attend to every key and are visible to every query; all other pairs are masked.
@@ -174,9 +187,7 @@ class Global(Mask):
     indices: Sequence[int]
 
     def __post_init__(self) -> None:
-        indices = torch.as_tensor(self.indices)
-        if indices.ndim != 1 or (len(indices) and indices.dtype not in (torch.int64, torch.int32)):
-            raise InputError(f"Global: indices is {kind_of(indices)}, expected a sequence of integers")
+        indices = _integers(self, "indices", (1,), "a sequence of integers")
         object.__setattr__(self, "indices", tuple(dict.fromkeys(indices.tolist())))
 
     def check(self, grid: Grid) -> None:
@@ -235,7 +246,7 @@ class RandomKeys(Mask):
 
     def __post_init__(self) -> None:
         whole(self, "size", 0, "keys per query")
-        if self.besides is not None and not self.besides.cacheable:
+        if self.besides is not None and not (isinstance(self.besides, Mask) and self.besides.cacheable):
             raise InputError(
                 "RandomKeys: besides depends on data or a function, which may differ between batch items and heads; "
                 "expected a mask of positions alone"
@@ -359,9 +370,7 @@ class Padding(TensorMask):
     side: str = "right"
 
     def __post_init__(self) -> None:
-        lengths = torch.as_tensor(self.lengths)
-        if lengths.ndim != 1 or lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
-            raise InputError(f"Padding: lengths is {kind_of(lengths)}, expected one integer per batch item")
+        lengths = _integers(self, "lengths", (1,), "one integer per batch item")
         one_of("Padding: side", self.side, ("left", "right"))
         object.__setattr__(self, "lengths", lengths)
 
@@ -400,9 +409,7 @@ class Document(TensorMask):
     ids: Sequence[int] | Sequence[Sequence[int]] | Int[Tensor, "..."]
 
     def __post_init__(self) -> None:
-        ids = torch.as_tensor(self.ids)
-        if ids.ndim not in (1, 2) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
-            raise InputError(f"Document: ids is {kind_of(ids)}, expected integers (n_keys,) or (batch, n_keys)")
+        ids = _integers(self, "ids", (1, 2), "integers (n_keys,) or (batch, n_keys)")
         object.__setattr__(self, "ids", ids if ids.ndim == 2 else ids[None])
 
     def check(self, grid: Grid) -> None:

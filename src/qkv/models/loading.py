@@ -411,7 +411,7 @@ def is_translator(name: str) -> bool:
 WITHOUT_TEXT = {
     "minilm": "an encoder, which cannot generate text",
     "random-gpt2": "whose weights are random",
-    "qkv-reversal": "a classifier, which cannot generate text",
+    "qkv-reversal": "which reverses random symbols and reads no text: see docs/trained.md",
     "qkv-caption": "which describes pictures: see qkv.models and docs/trained.md",
 }  # built-in models of other commands
 CONTEXT_TOKENS = 16  # tokens of the prompt that are decoded with the new ones, which is enough context

@@ -37,7 +37,7 @@ def from_torch(module: nn.MultiheadAttention | nn.TransformerEncoderLayer) -> Mu
     Outputs are equal in evaluation mode; in training, qkv has no dropout inside the feed-forward layer.
 
     Raises:
-        InputError: for settings that qkv does not support: ``add_bias_kv``, kdim ≠ vdim, other activations.
+        InputError: for what qkv does not support: ``add_bias_kv``, kdim ≠ vdim, other activations, an own forward.
 
     >>> import torch
     >>> theirs = torch.nn.MultiheadAttention(64, 8, batch_first=True).eval()
@@ -77,7 +77,15 @@ def to_torch(module: MultiHeadAttention | TransformerBlock) -> nn.MultiheadAtten
     raise InputError(f"module is {type(module).__name__}, expected qkv's MultiHeadAttention or TransformerBlock")
 
 
+def _check_own(module: nn.Module, base: type[nn.Module], *methods: str) -> None:
+    """Refuse a subclass, or an object, that computes something else than `base`."""
+    for name in ("forward", *methods):
+        if name in vars(module) or getattr(type(module), name) is not getattr(base, name):
+            raise InputError(f"module is {type(module).__name__} with its own {name}, expected that of {base.__name__}")
+
+
 def _attention_from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
+    _check_own(theirs, nn.MultiheadAttention)
     if theirs.bias_k is not None:
         raise InputError(
             "module has add_bias_kv, a learned key with a learned value, which MultiHeadAttention does not support"
@@ -143,6 +151,10 @@ def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
 
 
 def _block_from_torch(theirs: nn.TransformerEncoderLayer) -> TransformerBlock:
+    _check_own(theirs, nn.TransformerEncoderLayer, "_sa_block", "_ff_block")
+    if theirs.dropout1.p != theirs.dropout2.p:
+        found = f"dropout1 {theirs.dropout1.p} and dropout2 {theirs.dropout2.p}"
+        raise InputError(f"module has {found}, expected equal: TransformerBlock has one dropout")
     activation = _activation(theirs.activation)
     bias = theirs.linear1.bias is not None
     d_model, d_hidden = theirs.linear1.in_features, theirs.linear1.out_features
@@ -162,6 +174,7 @@ def _block_from_torch(theirs: nn.TransformerEncoderLayer) -> TransformerBlock:
 
 
 def _block_to_torch(ours: TransformerBlock) -> nn.TransformerEncoderLayer:
+    _check_own(ours, TransformerBlock)
     layer = ours.feed_forward
     if ours.cross is not None:
         raise InputError("module has cross-attention, expected an encoder block without it")

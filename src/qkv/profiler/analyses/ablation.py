@@ -130,6 +130,8 @@ def ablation(
     further: dict[str, Any] = {} if isinstance(model, DecoderLM) else {"use_cache": False}
     calls = calls_of(model, batch | further, layers=layers)
     calls = [call for call in calls if call.group in ("self", "text")]
+    if calls and not any(call.causal for call in calls):
+        raise InputError(f"model {type(model).__name__} sees later tokens, so it has no loss on the next token")
     heads = {one.layer: one.call.q.shape[1] for one in calls}
     removing = _Removing(model, ids, REMOVED[what], {one.layer: (one.group, one.module) for one in calls}, heads)
     key = f"{what}:{weights_hash(model)}:{xxhash.xxh3_128_hexdigest(ids.cpu().contiguous().numpy().data)}"

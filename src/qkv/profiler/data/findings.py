@@ -59,7 +59,7 @@ _DOES = {  # predicates of "one head …" and of "many heads …"
     "previous token": ("attends to the previous token", "attend to the previous token"),
     "self": ("attends to the token itself", "attend to the token itself"),
     "first token": ("has its sink at the first token", "have their sink at the first token"),
-    "other sink": ("has a sink at another token", "have a sink at another token"),
+    "other sink": ("has its main sink at another token", "have their main sink at another token"),
     "delimiter": ("attends to delimiters", "attend to delimiters"),
     "local": ("attends to the nearest tokens", "attend to the nearest tokens"),
     "uniform": ("spreads its weight evenly", "spread their weight evenly"),
