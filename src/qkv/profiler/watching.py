@@ -86,7 +86,8 @@ class Watched:
         if found := unrecorded | left_out:
             missing = "; ".join(f"{where}: {reason}" for where, reason in found.items())
             warnings.warn(f"not recorded: {missing}", stacklevel=2)
-        ids = chosen[0].ids(chosen[0].source or chosen[0].target)
+        read = chosen[0].read()
+        ids = read.target if read.source is None else read.source
         attrs = attributes(self._model, name_of_model(self._model), self._texts.seconds) | {
             "text_preview": "no token ids" if ids is None else preview(ids, self._tokenizer),
             "unobserved": sorted(unrecorded),
@@ -104,16 +105,17 @@ class Watched:
         return Profile(groups, attrs, {})
 
     def _recorded(self, sequence: Sequence) -> Recorded:
-        source, target = sequence.ids(sequence.source), sequence.ids(sequence.target)
-        if sequence.two and source is not None and target is not None and len(target) != len(source):
+        read = sequence.read()
+        source, target = read.source, read.target
+        if source is not None and target is not None and len(target) != len(source):
             source = source.repeat_interleave(len(target) // len(source), 0)  # beams read the same text
         records = []
-        for record in sequence.records(self._texts.layers):
+        for record in sequence.records(sequence.chosen(self._texts.layers)).values():
             items = len(record.statistics.entropy)
             repeats = len(target) // items if record.group == "encoder" and target is not None else 1
             repeated = torch.arange(items).repeat_interleave(repeats)
             records.append(record if repeats == 1 else of_items(record, repeated))
-        real = sequence.ids(sequence.real)
+        real = sequence.real()
         if real is not None and not bool(real.any(1).all()):
             kept = real.any(1).nonzero()[:, 0]
             self._texts.unrecorded["texts of padding only"] = f"{len(real) - len(kept)} have no token"
@@ -131,9 +133,9 @@ def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int
         sequences: what was read meanwhile, also by other threads and by functions that call the model besides.
         pad: ids of tokens that may be padding.
     """
-    ids, beams = ids.cpu(), [s for s in sequences if any(part.ndim == 1 for part in s.read)]
+    ids, beams = ids.cpu(), [s for s in sequences if s.selections]
     if not beams:
-        begin = [s for s in sequences if (x := s.ids(s.read)) is not None and torch.equal(x, ids[:, : x.shape[1]])]
+        begin = [s for s in sequences if (x := s.ids()) is not None and torch.equal(x, ids[:, : x.shape[1]])]
         begin = begin or (sequences if len(sequences) == 1 else [])
         for sequence in sorted(begin, key=lambda s: -s.tokens)[:1]:
             yield from ((sequence, i) for i in range(min(len(ids), sequence.items)))
@@ -144,22 +146,22 @@ def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int
             n -= 1
         lengths = range(len(row) - 1, max(0, n - 3), -1)  # the last token is not read
         for length, sequence in itertools.product(lengths, reversed(beams)):
-            read = sequence.at(length)
-            if read is None or read.shape[1] != length:
+            place = length + sequence.nameless
+            if (read := sequence.ids(place)) is None:
                 continue
             sources = sequence.sources_read  # those of a decoder may begin alike, and its beams stay with their source
             mine = torch.arange(len(read)) * sources // len(read) == number * sources // len(ids)
             same = ((read == row[:length]).all(1) & mine).nonzero()
             if len(same):
                 item = int(same[0])
-                if length == sequence.tokens:
-                    now = sequence.ids(sequence.read)
+                if place == sequence.tokens:
+                    now = sequence.ids()
                     final = [] if now is None else ((now == row[:length]).all(1) & mine).nonzero().tolist()
                     if final:
                         yield sequence, final[0][0]
                         break
                 key = id(sequence), length, item
-                if key not in found and (copy := sequence.as_of(length, item)) is not None:
+                if key not in found and (copy := sequence.as_of(place, item)) is not None:
                     found[key] = copy
                     texts.sequences.append(copy)
                 if key in found:

@@ -364,7 +364,7 @@ class Observer:
             layer = Layer(observed.module, observed.group, observed.layer, observed.source, own_keys=True)
             self._stepwise.append(layer)
         layer = next(one for one in reversed(self._stepwise) if one.module == observed.module)
-        layer.add(observed, observed.step or 0, 0, None, stays=True)
+        layer.add(observed, observed.step or 0, 0, None)
         return served(observed.call) if result is None else result
 
     def _observed(self, name: str, call: Call, keys: Tensor | None) -> ObservedCall:

@@ -100,7 +100,7 @@ class Measures:
         return {s.name: s.mask for s in (Local(self.local_window), Streaming(first, n_keys))}
 
     def of(
-        self, observed: ObservedCall, result: Result | None = None, norms: Tensor | None = None, *, whole: bool = True
+        self, observed: ObservedCall, result: Result | None = None, norms: Tensor | None = None
     ) -> tuple[Result, Statistics, Tensor | None]:
         """Result, statistics, and the weights of a short call.
 
@@ -108,7 +108,6 @@ class Measures:
             observed: the call.
             result: its result, if it has been computed.
             norms: the norms of its values, without which there is no ``first_contribution``.
-            whole: the call has all queries of the text, and not only some of them, which have no small map.
         """
         call = detached(observed.call)
         options: dict[str, Any] = {
@@ -118,7 +117,7 @@ class Measures:
         }
         of_prefix = PrefixSinkScores(PREFIX)
         longest = max(call.q.shape[2], call.k.shape[2])
-        short, pooled = longest <= self.map_tokens, whole and self.map_bins > 0
+        short, pooled = longest <= self.map_tokens, self.map_bins > 0
         further: dict[str, Any] = {
             "bins": longest if short else self.map_bins if pooled else None,  # a bin of one pair has its weight
             "statistics": (*UNFUSED, *self.statistics, of_prefix),
