@@ -21,7 +21,7 @@ from qkv.models.generation import generate
 from qkv.profiler import watching
 
 OF_WHOLE_FORWARDS = {
-    "map_max", "map_mean", "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle",
+    "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle",
     "key_directions",
 }  # fmt: skip
 IDS = torch.randint(1, 97, (2, 12), generator=torch.Generator().manual_seed(0))

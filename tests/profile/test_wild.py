@@ -380,6 +380,7 @@ def test_returned_beams_are_texts_of_the_profile(name: str) -> None:
             assert got.groups["encoder"]["query_token"].values[text].tolist() == [
                 str(x) for x in IDS[number // 3].tolist()
             ]
+        assert str(got.groups[group]["text"].values[text]).startswith("returned ")
         read = [int(x) for x in got.groups[group]["query_token"].values[text] if x]
         assert row[: len(read)] == read
         assert all(x in (0, 11) for x in row[len(read) + 1 :])

@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 from qkv.errors import InputError
@@ -83,6 +85,14 @@ class Watched:
             )
         with self._texts.measuring():
             groups = datasets([self._recorded(s) for s in chosen], self._tokenizer, self._measures.local_window)
+        returned = [
+            item + sum(one.items for one in chosen[: chosen.index(s)] if of[one] & of[s])
+            for s, item in self._returned
+            if s in chosen
+        ]
+        if returned:
+            texts = max(data.sizes["text"] for data in groups.values())
+            groups = {n: _labelled(x, returned) if x.sizes["text"] == texts else x for n, x in groups.items()}
         if found := unrecorded | left_out:
             missing = "; ".join(f"{where}: {reason}" for where, reason in found.items())
             warnings.warn(f"not recorded: {missing}", stacklevel=2)
@@ -96,11 +106,7 @@ class Watched:
             "probes": "not run: the model was watched",
             "forwards": [s.forwards for s in chosen],
             "evicted": any(s.evicted for s in chosen),
-            "returned": [
-                item + sum(one.items for one in chosen[: chosen.index(s)] if of[one] & of[s])
-                for s, item in self._returned
-                if s in chosen
-            ],
+            "returned": returned,
         }
         return Profile(groups, attrs, {})
 
@@ -110,7 +116,7 @@ class Watched:
         if source is not None and target is not None and len(target) != len(source):
             source = source.repeat_interleave(len(target) // len(source), 0)  # beams read the same text
         records = []
-        for record in sequence.records(sequence.chosen(self._texts.layers)).values():
+        for record in sequence.records(self._texts.layers):
             items = len(record.statistics.entropy)
             repeats = len(target) // items if record.group == "encoder" and target is not None else 1
             repeated = torch.arange(items).repeat_interleave(repeats)
@@ -122,6 +128,17 @@ class Watched:
             records = [of_items(x, kept) if len(x.statistics.entropy) == len(real) else x for x in records]
             source, target = (x[kept] if x is not None and len(x) == len(real) else x for x in (source, target))
         return Recorded(records, Sequences(source, target, two=sequence.two), self._measures.statistics)
+
+
+def _labelled(data: xr.Dataset, returned: list[int]) -> xr.Dataset:
+    """The data set with names of its texts: ``data.sel(text="returned 0")`` is the first that `generate` returned.
+
+    A text that it returned several times, with another last token, which was not read, has the first number.
+    """
+    names = [f"not returned {i}" for i in range(data.sizes["text"])]
+    for number, text in reversed([*enumerate(returned)]):
+        names[text] = f"returned {number}"
+    return data.assign_coords(text=np.array(names, object))
 
 
 def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int]) -> Iterator[tuple[Sequence, int]]:

@@ -288,8 +288,9 @@ def _whole_map(
         rows = (part.start + torch.arange(0, n[0], small.query_bin)) // sizes[0]
         columns = torch.arange(0, n[1], small.key_bin) // sizes[1]
         at = (rows[:, None] * shape[3] + columns).flatten().to(sums.device)
-        maximum.view(*shape[:2], -1).index_reduce_(2, at, small.maximum.flatten(2), "amax")
-        total.view(*shape[:2], -1).index_add_(2, at, sums.flatten(2))
+        at = at.expand(*shape[:2], -1)
+        maximum.view(*shape[:2], -1).scatter_reduce_(2, at, small.maximum.flatten(2), "amax")
+        total.view(*shape[:2], -1).scatter_add_(2, at, sums.flatten(2))
     return Thumbnail.of(maximum, total, n_queries, n_keys, *sizes)
 
 

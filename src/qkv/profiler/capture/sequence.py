@@ -7,7 +7,7 @@ tell which items were selected. Everything else is told from the keys: an item t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -316,21 +316,21 @@ class Sequence:
         found = {key: x for key, x in self.layers.items() if x.made is not None or x.pieces or x.measured}
         return {key: x for key, x in found.items() if layers is None or x.number in layers}
 
-    def records(self, keys: Iterable[Key]) -> dict[Key, Record]:
-        """The whole rows of the layers with these keys."""
+    def records(self, layers: Collection[int] | None) -> list[Record]:
+        """The whole rows of the layers with these numbers, of all if None."""
         now = self._now()
-        records = {key: self.layers[key].record(now) for key in keys}
+        records = {key: layer.record(now) for key, layer in self.chosen(layers).items()}
         for (key, head), layer in self.heads.items():
             if key in records:
                 records[key] = records[key].with_head(head, layer.record(now))
-        return records
+        return [*records.values()]
 
-    def settle(self, keys: Iterable[Key]) -> None:
-        """Measure all of the layers with these keys, because no forward continues the text."""
-        for key, record in self.records(keys).items():
-            self.layers[key].made = record
-            self.layers[key].pieces, self.layers[key].measured = [], []
-            self.heads = {at: layer for at, layer in self.heads.items() if at[0] != key}
+    def settle(self, layers: Collection[int] | None) -> None:
+        """Measure all of the layers with these numbers, because no forward continues the text."""
+        chosen = self.chosen(layers).values()
+        for layer, record in zip(chosen, self.records(layers), strict=True):
+            layer.made, layer.pieces, layer.measured = record, [], []
+        self.heads.clear()
 
     def measure(self) -> None:
         """Measure what would take too much memory to keep."""

@@ -118,7 +118,10 @@ class Forward:
         layer = sequence.layers[key]
         if layers is not None and layer.number not in layers:
             return
-        if self.of_encoder or not ((n_queries == n and observed.group in OF_TEXT) or (cross and n_queries in (1, n))):
+        of_text = (n_queries == n and observed.group in OF_TEXT) or (cross and n_queries in (1, n))
+        if of_text and not cross:
+            self.sees(observed)
+        if self.of_encoder or not of_text or not (self.may_cache or stepwise):  # no other forward continues it
             if layer.pieces or layer.made is not None:
                 raise InputError(
                     f"model attends in {observed.module} to what is no token of the text in several forwards; the "
@@ -133,7 +136,6 @@ class Forward:
         start, stays = self.before + step * stepwise, True
         keys_at: int | Tensor = 0
         if not cross:
-            self.sees(observed)
             keys_at, stays = self.keys_at(observed, start, module)
             index = self.cache_index(module)
             if index is not None:
@@ -144,12 +146,8 @@ class Forward:
             sequence.evicted |= (cache := attending()) is not None and cache.length < cache.seen
         elif layer.known not in (0, observed.call.k.shape[2]):
             raise InputError(f"model attends to other keys than before in {observed.module}")
-        if layer.made is not None:
-            raise InputError(f"model attends in {observed.module} after its text was measured as a whole")
         limit = None if cross else start + n
         sequence.add(key, observed, changed, start, keys_at, limit, stays=stays, queries=measures is not None)
-        if measures is not None and not self.may_cache and not stepwise:
-            sequence.settle([key])
 
     def cache_index(self, module: nn.Module | None) -> int | None:
         """The number of the layer in the cache, in which a module attends."""
@@ -165,14 +163,10 @@ class Texts:
         measures: what is measured of them; if None, they are followed only.
         every: record every so many forwards, as `qkv.watch`.
         layers: which layers to record; all if None.
-        keys: keep the keys of the texts, which tell where those of a cache are. Without, every forward reads a text.
     """
 
-    def __init__(
-        self, measures: Measures | None = None, every: int = 1, layers: Collection[int] | None = None, *,
-        keys: bool = True,
-    ) -> None:  # fmt: skip
-        self.measures, self.every, self.layers, self.keys = measures, every, layers, keys
+    def __init__(self, measures: Measures | None = None, every: int = 1, layers: Collection[int] | None = None) -> None:
+        self.measures, self.every, self.layers = measures, every, layers
         self.sequences: list[Sequence] = []
         """In the order in which the model began to read them."""
         self.seconds = 0.0
@@ -230,7 +224,7 @@ class Texts:
             if real is not None:
                 forward.knows_padding = True
                 sequence.marks(real)
-        if known is None and cache is not None and lost is None and self.keys:
+        if known is None and cache is not None and lost is None:
             self._follow(cache, sequence)
         return forward
 
@@ -238,7 +232,7 @@ class Texts:
         self, forward: Forward, module: nn.Module | None, observed: ObservedCall, changed: Mapping[int, Call]
     ) -> None:
         """A module attends."""
-        if self.measures is None and not (self.keys and forward.may_cache and forward.lost is None):
+        if self.measures is None and (forward.lost is not None or not forward.may_cache):
             return
         group = forward.sequence.groups.setdefault(observed.module, observed.group)
         forward.sequence.sources[observed.module] = observed.source
@@ -264,7 +258,7 @@ class Texts:
 
     def _continued(self, cache: Any, positions: Tensor | None) -> Sequence | None:
         """The text that a forward with this cache continues; None if it begins one."""
-        if cache is None or not self.keys:
+        if cache is None:
             return None
         found, known, reason = stored(cache), self._text_of(cache), None
         if isinstance(known, InputError):
@@ -333,7 +327,7 @@ class Texts:
             self.sequences = [one for one in self.sequences if one is not sequence]
             return
         with self.measuring():
-            sequence.settle(sequence.chosen(self.layers))
+            sequence.settle(self.layers)
 
     def _ended(self, forward: Forward, output: Any) -> bool:
         """Whether another forward may continue the text of one that has ended.
@@ -348,7 +342,7 @@ class Texts:
             return True
         if sequence.layers and not any(s is sequence for s in self.sequences):
             self.sequences.append(sequence)
-        if cache is None or forward.lost is not None or not self.keys:
+        if cache is None or forward.lost is not None:
             return False
         if self._text_of(cache) is None:
             self._follow(cache, sequence)
