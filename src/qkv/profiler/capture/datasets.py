@@ -72,9 +72,7 @@ def calls_of(
         if wanted is not None and group is not None and {s.layer for s in found} >= wanted:
             raise _AllCollected
 
-    observer = Observer(
-        model, layers, sequences=sequences_of(model, batch), receive=collecting(collect), on_call=on_call
-    )
+    observer = Observer(model, layers, collecting(collect), sequences=sequences_of(model, batch), on_call=on_call)
     try:
         with observe(observer):
             model(**batch)

@@ -12,11 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from qkv import ring
 from qkv.edits import Placed
-from qkv.engine import Call, Result, RowState, Shared, detached
+from qkv.engine import Call, Result, Shared, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import Own, call_of, function_of, is_causal, routes
 from qkv.kernels import serving
@@ -24,13 +22,11 @@ from qkv.masks import Dense
 from qkv.profiler.capture import inputs
 from qkv.profiler.capture.checking import Checks, Inputs, returned
 from qkv.profiler.capture.inputs import Sequences, arguments_of
-from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
+from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, unwatched
 from qkv.profiler.capture.interventions import ACTIVE, applied
 from qkv.profiler.capture.layer import Layer
-from qkv.profiler.capture.record import PREFIX, WEIGHTS_ONLY, Measures, ObservedCall, Receive, Record, mapped, served
+from qkv.profiler.capture.record import WEIGHTS_ONLY, ObservedCall, Receive, Record, Recorder, served
 from qkv.profiler.capture.texts import Forward, Texts
-from qkv.statistics import PrefixSinkScores
-from qkv.statistics.measure import sweep
 
 T = TypeVar("T")
 _CALL = nn.Module._call_impl.__code__  # calls the hooks of a module and its forward
@@ -57,9 +53,8 @@ class Observer:
 
     model: nn.Module
     layers: Collection[int] | None = None
-    measures: Measures = field(default_factory=Measures)
+    receive: Receive = field(default_factory=Recorder)
     on_call: Callable[[str], None] = lambda module: None
-    receive: Receive | None = None  # measures the calls, together with their results, if None
     sequences: Sequences = field(default_factory=Sequences)
     fired: list[str] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)  # attention modules that could not be read, and the reason
@@ -74,21 +69,22 @@ class Observer:
         routed = [module for module in self.modules.values() if routes(module)]
         self.expected = [self.names[id(module)] for module in routed]
         self.checks = Checks(self.model, {id(module): function_of(module) for module in routed})
-        self.beside, self._measured = self.texts is not None, list[Record]()
-        self.group: ProcessGroup | None = None  # the processes that share the sequence, if there are several
+        self.beside = self.texts is not None
         self.ran: set[int] = set()  # modules whose forward was running
         self.inputs: Inputs = []
         self.around = {name[:i] for name in self.expected for i, x in enumerate(f"{name}.") if x == "."}
         self.routed = all_routed(self.model, self.names, self.around)
         self._stepwise: list[Layer] = []  # modules that attend step by step
         self._two_sided = inputs.is_two_sided(self.modules)
-        self._numbers: dict[tuple[str, str, int], int] = {}  # of layers: group, module, and its calls before
+        self.numbers: dict[tuple[str, str, int], int] = {}  # of layers: group, module, and its calls before
         self._thread = threading.get_ident()
         self.runs: dict[int, Run] = {}
 
     @property
     def records(self) -> list[Record]:
-        return self.in_order(self._measured)
+        """What a `Recorder` has measured."""
+        assert isinstance(self.receive, Recorder)
+        return self.in_order(self.receive.records)
 
     @property
     def run(self) -> Run:
@@ -108,11 +104,11 @@ class Observer:
 
     def deepest(self) -> int:
         """The highest layer number of any group."""
-        return max(self._numbers.values(), default=-1)
+        return max(self.numbers.values(), default=-1)
 
     def in_order(self, layers: list[T]) -> list[T]:
         """What was received of layers, in the order in which they began to attend."""
-        order = [(group, layer) for (group, _, _), layer in self._numbers.items()]
+        order = [(group, layer) for (group, _, _), layer in self.numbers.items()]
         return sorted(layers, key=lambda one: order.index((one.group, one.layer)))  # type: ignore[attr-defined]
 
     # --- where calls come from ----------------------------------------------------------------------------------------
@@ -134,34 +130,24 @@ class Observer:
     def attend_own(
         self, module: nn.Module, function: Callable[..., Any], own: Own, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Tensor, Any]:
-        """Run the model's own attention function, and record what it computes.
-
-        Its output is compared with that of standard attention with the same arguments. If they differ, the weights that
-        it returns are recorded, if their product with the values is its output.
-        """
+        """Run the model's own attention function, and record what it computes."""
         returned = own()
         if self._skips():
             return returned
-        out, name = returned[0], self.names[id(module)]
-        dropped = self.beside and bool(named.get("dropout"))
+        name, mine = self.names[id(module)], Result(returned[0].transpose(1, 2), None)
         try:
-            call, keys = self.checks.of_function(
-                module, name, function, out.transpose(1, 2), args, named | {"dropout": 0.0} if dropped else named,
-                dropped=dropped, once=self.beside,
-            )  # fmt: skip
+            call, keys, source = self.checks.of_function(
+                module, name, function, returned, args, named, beside=self.beside
+            )
         except InputError as error:
-            try:
-                weights = self.checks.of_weights(name, function, returned, args[2], error)
-            except InputError as wrong:
-                if not self.partial:
-                    raise wrong from error
-                self.unreadable[name] = str(wrong)
-                return returned
-            call = of_weights(weights)
-            self.intercepted(name, "returned", call, call.v[:, :, :0] if self.beside else None)
+            if not self.partial:
+                raise
+            self.unreadable[name] = str(error)
             return returned
-        self.sources[name] = "interface"
-        mine = Result(out.transpose(1, 2), None)
+        if source == "returned":
+            self.intercepted(name, source, call, call.v[:, :, :0] if self.beside else None)
+            return returned
+        self.sources[name] = source
         made = self._received(name, call, served, keys, known=mine)
         return returned if made is mine else (made.out.transpose(1, 2).contiguous(), *returned[1:])
 
@@ -202,7 +188,7 @@ class Observer:
         read, the weights that the model itself returns, if it does.
         """
         for layer in self._stepwise:
-            (self.receive or self._measure)(layer.joined(self.run.sequences.real_target), None, {})
+            self.receive(layer.joined(self.run.sequences.real_target), None, {})
         self._stepwise.clear()
         unread = [n for n in self.names.values() if n in self.unreadable and n not in self.expected]
         if not unread:
@@ -347,16 +333,11 @@ class Observer:
             if observed.step is not None:
                 return self._step(observed, result)
             if self.texts is None:
-                return (self.receive or self._measure)(observed, result, changed)
+                return self.receive(observed, result, changed)
             assert result is not None
             if self.run.forward is not None:
                 self.texts.add(self.run.forward, self.modules.get(name), observed, changed)
             return result
-
-    def _measure(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
-        result, record = self.measures.record(observed, result, changed)
-        self._measured.append(record)
-        return result
 
     def _step(self, observed: ObservedCall, result: Result | None) -> Result:
         """Keep one of several queries over the same keys, which are received together."""
@@ -403,9 +384,9 @@ class Observer:
         own = self.run.made.get(name, 0)
         self.run.made[name] = own + 1
         key = group, name, own
-        if key not in self._numbers:
-            self._numbers[key] = sum(of == group for of, _, _ in self._numbers)
-        return own, self._numbers[key]
+        if key not in self.numbers:
+            self.numbers[key] = sum(of == group for of, _, _ in self.numbers)
+        return own, self.numbers[key]
 
     def _place(self, observed: ObservedCall) -> Placed:
         """Where the queries and keys of a call are in the text."""
@@ -417,7 +398,7 @@ class Observer:
 
     def _shared(self, name: str, shared: Shared, result: Result) -> Result:
         """Record a call whose sequence several processes share: each records the statistics of the whole sequence."""
-        if self.receive is not None or self.texts is not None:
+        if self.texts is not None or not isinstance(self.receive, Recorder):
             raise InputError(
                 f"model shares its sequence with other processes in {name}; expected a call in one process, because "
                 "only statistics are exchanged between processes"
@@ -429,22 +410,12 @@ class Observer:
                 f"inputs has padding, but {name} shares its sequence with other processes, where padding is not "
                 "supported; expected no padding"
             )
-        if names := [s.name for s in self.measures.statistics]:
-            raise InputError(
-                f"statistics has {', '.join(names)}, but {name} shares its sequence with other processes, where custom "
-                "statistics are not supported; expected none"
-            )
         self.fired.append(name)
         self.on_call(name)
         group = "self" if shared.grid.n_queries == shared.grid.n_keys else "cross"
         _, layer = self._number(group, name)
         if self.layers is None or layer in self.layers:
-            self.group, call = shared.group, detached(shared.call)
-            mass, of_prefix = self.measures.masses(0, shared.grid.n_keys), [PrefixSinkScores(PREFIX)]
-            found = sweep(call, RowState(result.lse), mass=mass, statistics=of_prefix, shared=shared)
-            whole = mapped(replace(found, prefix_sink_scores=None), lambda x: ring.unshard(x, shared.group))
-            whole = replace(whole, prefix_sink_scores=found.prefix_sink_scores)  # every process has all of them
-            self._measured.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
+            self.receive.shared(name, group, layer, shared, result)
         return result
 
 
