@@ -196,7 +196,7 @@ def _checked(observer: Observer, partial: bool) -> Observer:
     names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
     reason = next((f" ({name}: {observer.unreadable[name]})" for name in missing if name in observer.unreadable), "")
     names += reason
-    if not observer.fired and not (missing and observer.expected and not partial):
+    if not observer.sources and not (missing and observer.expected and not partial):
         raise InputError(
             f"model {name} made no attention call that qkv can observe, expected calls of qkv's attention, "
             "transformers' attention interface or torch's attention functions, or one softmax in a module with "

@@ -106,8 +106,7 @@ class Intercept(TorchFunctionMode):
                 if multi_head is None:
                     self.unreadable[self.names[id(module)]] = "its keys or values are projected outside of it"
                 else:
-                    nothing = multi_head.v[:, :, :0] if self.beside else None
-                    self.on_call(self.names[id(module)], "sdpa", multi_head, nothing, editable=False)
+                    self.on_call(self.names[id(module)], "sdpa", multi_head, editable=False)
         elif func in SOFTMAX:
             self._softmax(*args, **kwargs)
         return func(*args, **kwargs)
@@ -149,8 +148,7 @@ class Intercept(TorchFunctionMode):
         elif isinstance(scores, str):
             self.unreadable[self.names[id(module)]] = scores
         else:
-            call = of_scores(scores)
-            self.on_call(self.names[id(module)], "softmax", call, call.v[:, :, :0] if self.beside else None)
+            self.on_call(self.names[id(module)], "softmax", of_scores(scores))
 
     def _module(self) -> nn.Module | None:
         """The innermost running module of the model; None inside qkv's kernels and in modules that are `expected`."""

@@ -56,7 +56,6 @@ class Observer:
     receive: Receive = field(default_factory=Recorder)
     on_call: Callable[[str], None] = lambda module: None
     sequences: Sequences = field(default_factory=Sequences)
-    fired: list[str] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)  # attention modules that could not be read, and the reason
     sources: dict[str, str] = field(default_factory=dict)  # by module: see `qkv.profile`
     partial: bool = False  # list modules whose attention cannot be read instead of raising an error
@@ -121,8 +120,7 @@ class Observer:
         call, keys = call_of(module, name, query, key, value, attention_mask, **arguments)
         if self.foreign():
             return served(call).out.transpose(1, 2).contiguous(), None
-        self.sources[name] = "interface"
-        result = self._received(name, call, served, keys)
+        result = self._received(name, "interface", call, served, keys)
         if not ACTIVE.get(self.model):
             self.checks.of_rows(module, name, call, result.out, attention_mask, arguments)
         return result.out.transpose(1, 2).contiguous(), None
@@ -144,11 +142,7 @@ class Observer:
                 raise
             self.unreadable[name] = str(error)
             return returned
-        if source == "returned":
-            self.intercepted(name, source, call, call.v[:, :, :0] if self.beside else None)
-            return returned
-        self.sources[name] = source
-        made = self._received(name, call, served, keys, known=mine)
+        made = self._received(name, source, call, served, keys, known=mine)
         return returned if made is mine else (made.out.transpose(1, 2).contiguous(), *returned[1:])
 
     def observe_call(self, call: Call | Shared, compute: Callable[[Any], Result], fused: bool) -> Result:
@@ -159,19 +153,18 @@ class Observer:
         if self.foreign() or not self.run.running or self._skips():
             return compute(call)
         name = self.run.running[-1]
-        self.sources[name] = "qkv"
         if isinstance(call, Shared):
             return self._shared(name, call, compute(call))
         known = compute(call) if self.beside else None
-        return self._received(name, call, compute, known=known, fused=fused)
+        return self._received(name, "qkv", call, compute, known=known, fused=fused)
 
     def intercepted(
         self, name: str, source: str, call: Call, own: Tensor | None = None, *, editable: bool = True
     ) -> Result:
         """Receive a call that torch's functions compute; `own` is the output that the model has computed already."""
-        self.sources[name] = source
+        own = call.v[:, :, :0] if own is None and self.beside else own  # the model computes it later
         known = None if own is None else Result(own, None)
-        return self._received(name, call, served, known=known, fused=True, editable=editable)
+        return self._received(name, source, call, served, known=known, editable=editable)
 
     def intercept(self) -> AbstractContextManager[object]:
         """A context that observes attention which the model computes by torch's functions, as far as it may."""
@@ -193,7 +186,7 @@ class Observer:
         unread = [n for n in self.names.values() if n in self.unreadable and n not in self.expected]
         if not unread:
             return
-        observed = {inputs.of_transformers(name, self.model) for name in self.fired}
+        observed = {inputs.of_transformers(name, self.model) for name in self.sources}
         for name, weights in returned(self.model, self.inputs, unread, observed).items():
             self.intercepted(name, "outputs", of_scores(weights.log()))
             del self.unreadable[name]
@@ -216,7 +209,7 @@ class Observer:
                 run.opened.enter_context(serving(self.observe_call))
             if self.texts is not None:
                 self.begins(module, arguments_of(module, args, named))
-            known = bool(self.fired) and not {"sdpa", "softmax"} & set(self.sources.values())
+            known = bool(self.sources) and not {"sdpa", "softmax"} & set(self.sources.values())
             known |= run.outer is not None or self._skips()
             if self.beside and not known:  # reading every torch function takes time
                 run.opened.enter_context(self.intercept())
@@ -290,13 +283,14 @@ class Observer:
     # --- how a call is received ---------------------------------------------------------------------------------------
 
     def _received(
-        self, name: str, call: Call, compute: Callable[[Any], Result], keys: Tensor | None = None, *,
+        self, name: str, source: str, call: Call, compute: Callable[[Any], Result], keys: Tensor | None = None, *,
         known: Result | None = None, fused: bool = True, editable: bool = True,
     ) -> Result:  # fmt: skip
         """The result of a call after the edits of `qkv.edit` and the receiver.
 
         Args:
             name: the module that attends.
+            source: as in `ObservedCall`.
             call: as it is read.
             compute: computes the result of a call of this layer.
             keys: True at real keys, if its mask tells.
@@ -309,9 +303,9 @@ class Observer:
                 f"model applies dropout {call.dropout_p} to the weights of {name}; expected a model in evaluation mode"
             )
         call = replace(call, dropout_p=0.0) if call.dropout_p else call
-        self.fired.append(name)
+        self.sources[name] = source
         self.on_call(name)
-        observed = self._observed(name, call, keys)
+        observed = self._observed(name, source, call, keys)
         result, changed = known, dict[int, Call]()
         if observed.step:  # one of several queries over the same keys
             result = compute(call)
@@ -348,9 +342,9 @@ class Observer:
         layer.add(observed, observed.step or 0, 0, None)
         return served(observed.call) if result is None else result
 
-    def _observed(self, name: str, call: Call, keys: Tensor | None) -> ObservedCall:
+    def _observed(self, name: str, source: str, call: Call, keys: Tensor | None) -> ObservedCall:
         """A call with its place in the model and in the text."""
-        run, source, (n_queries, n_keys) = self.run, self.sources[name], (call.q.shape[2], call.k.shape[2])
+        run, n_queries, n_keys = self.run, call.q.shape[2], call.k.shape[2]
         mask, real = call.mask, run.sequences.real_target.get(n_queries)
         read = source not in ("interface", "qkv")  # from torch's functions
         if read and isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
@@ -410,7 +404,7 @@ class Observer:
                 f"inputs has padding, but {name} shares its sequence with other processes, where padding is not "
                 "supported; expected no padding"
             )
-        self.fired.append(name)
+        self.sources[name] = "qkv"
         self.on_call(name)
         group = "self" if shared.grid.n_queries == shared.grid.n_keys else "cross"
         _, layer = self._number(group, name)
@@ -422,5 +416,5 @@ class Observer:
 def unobserved(observer: Observer) -> list[str]:
     """Attention modules without a record: modules that ran without a call, and modules that could not be read."""
     ran = {observer.names[module] for module in observer.ran}
-    silent = (set(observer.expected) & ran) - set(observer.fired)
+    silent = (set(observer.expected) & ran) - set(observer.sources)
     return sorted(silent | set(observer.unreadable))
