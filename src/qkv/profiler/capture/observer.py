@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +21,11 @@ from qkv.masks import Dense
 from qkv.profiler.capture import inputs
 from qkv.profiler.capture.checking import Checks, Inputs, returned
 from qkv.profiler.capture.inputs import Sequences, arguments_of
-from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, unwatched
+from qkv.profiler.capture.intercept import Intercept, all_routed, calls_of_module, of_scores, unwatched
 from qkv.profiler.capture.interventions import ACTIVE, applied
 from qkv.profiler.capture.layer import Layer
 from qkv.profiler.capture.record import WEIGHTS_ONLY, ObservedCall, Receive, Record, Recorder, served
 from qkv.profiler.capture.texts import Forward, Texts
-
-T = TypeVar("T")
-_CALL = nn.Module._call_impl.__code__  # calls the hooks of a module and its forward
 
 
 @dataclass
@@ -105,10 +101,10 @@ class Observer:
         """The highest layer number of any group."""
         return max(self.numbers.values(), default=-1)
 
-    def in_order(self, layers: list[T]) -> list[T]:
+    def in_order(self, layers: list[Any]) -> list[Any]:
         """What was received of layers, in the order in which they began to attend."""
         order = [(group, layer) for (group, _, _), layer in self.numbers.items()]
-        return sorted(layers, key=lambda one: order.index((one.group, one.layer)))  # type: ignore[attr-defined]
+        return sorted(layers, key=lambda one: order.index((one.group, one.layer)))
 
     # --- where calls come from ----------------------------------------------------------------------------------------
 
@@ -175,17 +171,13 @@ class Observer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The forward has ended: receive the calls of which it was not known before that they are whole.
-
-        These are the steps of each module that attends step by step, joined; and, for modules whose calls could not be
-        read, the weights that the model itself returns, if it does.
+        """The forward has ended: receive the joined steps of modules that attend step by step, and the weights that the
+        model itself returns for modules whose calls could not be read, if it does.
         """
         for layer in self._stepwise:
             self.receive(layer.joined(self.run.sequences.real_target), None, {})
         self._stepwise.clear()
         unread = [n for n in self.names.values() if n in self.unreadable and n not in self.expected]
-        if not unread:
-            return
         observed = {inputs.of_transformers(name, self.model) for name in self.sources}
         for name, weights in returned(self.model, self.inputs, unread, observed).items():
             self.intercepted(name, "outputs", of_scores(weights.log()))
@@ -210,8 +202,7 @@ class Observer:
             if self.texts is not None:
                 self.begins(module, arguments_of(module, args, named))
             known = bool(self.sources) and not {"sdpa", "softmax"} & set(self.sources.values())
-            known |= run.outer is not None or self._skips()
-            if self.beside and not known:  # reading every torch function takes time
+            if self.beside and not (known or run.outer is not None or self._skips()):
                 run.opened.enter_context(self.intercept())
         self.ran.add(id(module))
         run.running.append(self.names[id(module)])
@@ -234,11 +225,7 @@ class Observer:
 
     def _runs_again(self, module: nn.Module) -> None:
         """A module begins that is running: inside itself, called by a hook; or it was interrupted from the keyboard."""
-        frame, calls = sys._getframe(2), 0
-        while frame is not None:
-            calls += frame.f_code is _CALL and frame.f_locals["self"] is module
-            frame = frame.f_back  # type: ignore[assignment]
-        if calls < 2:
+        if calls_of_module(module) < 2:
             self.interrupted()
         elif not self.beside:
             raise InputError(
@@ -246,8 +233,7 @@ class Observer:
                 "qkv.watch, which records both"
             )
         else:
-            run = self.run
-            again = Run(sequences=self.sequences, intercept=run.intercept, outer=run)
+            again = Run(sequences=self.sequences, intercept=self.run.intercept, outer=self.run)
             self.runs[threading.get_ident()] = again
 
     def interrupted(self) -> None:
@@ -286,17 +272,10 @@ class Observer:
         self, name: str, source: str, call: Call, compute: Callable[[Any], Result], keys: Tensor | None = None, *,
         known: Result | None = None, fused: bool = True, editable: bool = True,
     ) -> Result:  # fmt: skip
-        """The result of a call after the edits of `qkv.edit` and the receiver.
+        """The result of a call of a module after the edits of `qkv.edit` and the receiver.
 
-        Args:
-            name: the module that attends.
-            source: as in `ObservedCall`.
-            call: as it is read.
-            compute: computes the result of a call of this layer.
-            keys: True at real keys, if its mask tells.
-            known: its result, if the model has computed it.
-            fused: the receiver may compute the result, together with the statistics.
-            editable: its heads may be edited.
+        `keys` is True at real keys, if the mask tells. `known` is the result, if the model has computed it; otherwise
+        it is computed by `compute`, or with `fused` by the receiver, together with the statistics.
         """
         if call.dropout_p and not self.beside:
             raise InputError(
@@ -366,11 +345,12 @@ class Observer:
         if keys is None and group in ("self", "text", "encoder", "cross", "decoder"):
             keys = (run.sequences.real_target if group == "decoder" else run.sequences.real_source).get(n_keys)
         queries = keys if group != "cross" and n_queries == n_keys else run.sequences.real_target.get(n_queries)
-        first = 0 if keys is None else keys.to(torch.int8).argmax(1)
         queries = None if steps else queries
-        observed = ObservedCall(name, group, layer, call, None, queries, keys, first, causal, source, own)
+        first = 0 if keys is None else keys.to(torch.int8).argmax(1)
+        step = 0 if steps else None
+        observed = ObservedCall(name, group, layer, call, None, queries, keys, first, causal, source, own, step)
         if steps:
-            observed = run.steps[name] = replace(observed, step=0)
+            run.steps[name] = observed
         return observed
 
     def _number(self, group: str, name: str) -> tuple[int, int]:
