@@ -150,40 +150,41 @@ def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int
         sequences: what was read meanwhile, also by other threads and by functions that call the model besides.
         pad: ids of tokens that may be padding.
     """
-    ids, beams = ids.cpu(), [s for s in sequences if s.selections]
-    if not beams:
-        begin = [s for s in sequences if (x := s.ids()) is not None and torch.equal(x, ids[:, : x.shape[1]])]
-        begin = begin or (sequences if len(sequences) == 1 else [])
-        for sequence in sorted(begin, key=lambda s: -s.tokens)[:1]:
-            yield from ((sequence, i) for i in range(min(len(ids), sequence.items)))
-    found: dict[tuple[int, int, int], Sequence] = {}
-    for number, row in enumerate(ids if beams else ()):
+    ids, copies, found = ids.cpu(), dict[tuple[int, int, int], Sequence](), False
+    for number, row in enumerate(ids):
         n = len(row)
         while n > 1 and int(row[n - 1]) in pad and int(row[n - 2]) in pad:
             n -= 1
         lengths = range(len(row) - 1, max(0, n - 3), -1)  # the last token is not read
-        for length, sequence in itertools.product(lengths, reversed(beams)):
-            place = length + sequence.nameless
-            if (read := sequence.ids(place)) is None:
+        for length, sequence in itertools.product(lengths, reversed(sequences)):
+            place, row_read = length + sequence.nameless, row[:length]
+            item = _item(sequence, sequence.ids(place), row_read, number, len(ids))
+            if item is None:
                 continue
-            sources = sequence.sources_read  # those of a decoder may begin alike, and its beams stay with their source
-            mine = torch.arange(len(read)) * sources // len(read) == number * sources // len(ids)
-            same = ((read == row[:length]).all(1) & mine).nonzero()
-            if len(same):
-                item = int(same[0])
-                if place == sequence.tokens:
-                    now = sequence.ids()
-                    final = [] if now is None else ((now == row[:length]).all(1) & mine).nonzero().tolist()
-                    if final:
-                        yield sequence, final[0][0]
-                        break
-                key = id(sequence), length, item
-                if key not in found and (copy := sequence.as_of(place, item)) is not None:
-                    found[key] = copy
-                    texts.sequences.append(copy)
-                if key in found:
-                    yield found[key], 0
+            found = True
+            now = _item(sequence, sequence.ids(), row_read, number, len(ids))
+            if now is not None:
+                yield sequence, now
                 break
+            key = id(sequence), length, item
+            if key not in copies and (copy := sequence.as_of(place, item)) is not None:
+                copies[key] = copy
+                texts.sequences.append(copy)
+            if key in copies:
+                yield copies[key], 0
+            break
+    if not found and len(sequences) == 1:  # it has returned other ids than were read
+        yield from ((sequences[0], i) for i in range(min(len(ids), sequences[0].items)))
+
+
+def _item(sequence: Sequence, read: Tensor | None, row: Tensor, number: int, rows: int) -> int | None:
+    """The batch item whose tokens were those of a row, if one was; that with the row's number if several were."""
+    if read is None or read.shape[1] != len(row):
+        return None
+    sources = sequence.sources_read  # those of a decoder may begin alike, and its beams stay with their source
+    mine = torch.arange(len(read)) * sources // len(read) == number * sources // rows
+    same = ((read == row).all(1) & mine).nonzero()[:, 0].tolist()
+    return number if number in same else next(iter(same), None)
 
 
 @contextmanager

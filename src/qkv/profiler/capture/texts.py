@@ -307,19 +307,14 @@ class Texts:
 
     def end(self, forward: Forward, output: Any) -> None:
         """A forward has ended."""
-        may_continue, where = True, f"forwards with {type(forward.cache).__name__}"
         try:
-            may_continue = self._ended(forward, output)
-        except InputError as error:
-            self._note(where, error)
-        try:
-            if not may_continue:
+            if not self._ended(forward, output):
                 self._release(forward.sequence)
             elif self.measures is not None:
                 with self.measuring():
                     forward.sequence.measure()
         except InputError as error:
-            self._note(where, error)
+            self._note(f"forwards with {type(forward.cache).__name__}", error)
 
     def _release(self, sequence: Sequence) -> None:
         """A text is not continued any more, or takes too much memory to be kept for a copy of its cache."""
