@@ -25,7 +25,7 @@ from hf_models import PADDED, VOCABULARY, Architecture, architectures
 from qkv.profiler.capture.inputs import sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer, unobserved
-from qkv.profiler.capture.record import Measures, Record
+from qkv.profiler.capture.record import Measures, Record, Recorder
 from qkv.reference import statistics
 
 LOCAL = 3  # window of the local weight
@@ -138,7 +138,7 @@ class Seen:
 def examine(name: str, *, padded: bool = False) -> Seen:
     """Observe a model and compare with its twin in the eager implementation."""
     model, batch = build(name), inputs(name, padded=padded)
-    observer = Observer(model, sequences=sequences_of(model, batch), measures=Measures(LOCAL))
+    observer = Observer(model, sequences=sequences_of(model, batch), receive=Recorder(Measures(LOCAL)))
     torch.manual_seed(0)  # some models choose keys at random
     with observe(observer):
         got = model(**batch)[0]

@@ -162,8 +162,6 @@ class Edit:
     ...         return head.output / 2
     """
 
-    positional = True
-    """Whether it asks where queries and keys are in the text, which must be followed then."""
     of_heads = False
     """Whether it can only be an edit of a head, because it changes the weights or values."""
 
@@ -194,8 +192,6 @@ def edited(edit: Edit, head: Vectors) -> Tensor:
 class Zero(Edit):
     """Removes the head, or the output of a module: it is 0."""
 
-    positional = False
-
     def apply(self, head: Vectors) -> Float[Tensor, "b n d"]:
         return torch.zeros_like(head.output)
 
@@ -224,7 +220,6 @@ class Scale(Edit):
     """
 
     factor: float | Tensor
-    positional = False
 
     def apply(self, head: Vectors) -> Float[Tensor, "b n d"]:
         return head.output * self.factor
@@ -239,7 +234,6 @@ class Steer(Edit):
     """
 
     vector: Float[Tensor, "*b d"]
-    positional = False
 
     def apply(self, head: Vectors) -> Float[Tensor, "b n d"]:
         if self.vector.ndim == 0 or self.vector.shape[-1] != head.output.shape[-1]:
@@ -258,7 +252,6 @@ class Patch(Edit):
     """
 
     output: Float[Tensor, "b n d"]
-    positional = False
 
     def apply(self, head: Vectors) -> Float[Tensor, "b n d"]:
         return self.output.to(head.output)
@@ -337,7 +330,6 @@ class Temperature(Edit):
         temperature: above 1 for more even weights, below 1 for sharper ones.
     """
 
-    positional = False
     of_heads = True
 
     def __init__(self, temperature: float) -> None:
@@ -356,7 +348,6 @@ class WithNormalizer(Edit):
         normalizer: in place of the model's, whose learned sink, if it has one, is dropped.
     """
 
-    positional = False
     of_heads = True
 
     def __init__(self, normalizer: normalizers.Normalizer) -> None:

@@ -25,14 +25,14 @@ from qkv.profiler.capture import probes
 from qkv.profiler.capture.inputs import sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer, unobserved
-from qkv.profiler.capture.record import Measures, Record, copied_to_cpu
+from qkv.profiler.capture.record import Measures, Record, Recorder, copied_to_cpu
 from qkv.profiler.capture.residual import nth
 
 
 def observer_of(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) -> Observer:
     """An observer that knows which tokens are real, as `profile` makes it."""
     measures = Measures(**{"local_window": hf_zoo.LOCAL} | settings)
-    return Observer(model, measures=measures, sequences=sequences_of(model, inputs))
+    return Observer(model, receive=Recorder(measures), sequences=sequences_of(model, inputs))
 
 
 def observed(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) -> tuple[list[Record], Any]:

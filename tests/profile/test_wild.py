@@ -377,10 +377,10 @@ def test_returned_beams_are_texts_of_the_profile(name: str) -> None:
     group = "decoder" if name == "t5" else "self"
     for number, (text, row) in enumerate(zip(got.attrs["returned"], out.tolist(), strict=True)):
         if name == "t5":  # decoders of different sources may write the same
-            assert got.groups["encoder"]["query_token"].values[text].tolist() == [
-                str(x) for x in IDS[number // 3].tolist()
-            ]
-        read = [int(x) for x in got.groups[group]["query_token"].values[text] if x]
+            assert got.groups["encoder"]["query_token"].values[text].tolist() == [*map(str, IDS[number // 3].tolist())]
+        name = str(got.groups[group]["text"].values[text])  # of the first row with this text
+        assert got.attrs["returned"].index(text) == int(name.removeprefix("returned "))
+        read = [int(x) for x in got.groups[group]["query_token"].sel(text=name).values if x]
         assert row[: len(read)] == read
         assert all(x in (0, 11) for x in row[len(read) + 1 :])
         if name == "llama":

@@ -67,8 +67,7 @@ def edit(model: nn.Module, edits: Mapping[Key, Edit | str]) -> Iterator[None]:
         opened.callback(stack.remove, active)
         opened.enter_context(active.hooked())
         if not OBSERVERS.get(model):  # a profile or a watch around this context computes the attention
-            texts = Texts(keys=any(one.positional for one in active.by_place.values()))
-            opened.enter_context(following(Observer(model, texts=texts)))
+            opened.enter_context(following(Observer(model, texts=Texts())))
         yield
     missing = [place for place in active.by_place if place not in active.met]
     if missing and active.ran:

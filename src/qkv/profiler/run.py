@@ -24,10 +24,10 @@ from qkv.models.loading import load_if_named
 from qkv.native.binding import description
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.datasets import Recorded, datasets
-from qkv.profiler.capture.inputs import batches, sequences_of, special_ids
+from qkv.profiler.capture.inputs import Sequences, batches, sequences_of, special_ids
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer, unobserved
-from qkv.profiler.capture.record import Measures
+from qkv.profiler.capture.record import Measures, Recorder
 from qkv.profiler.capture.residual import Residuals, attention_modules, by_stack, observe_residual
 from qkv.profiler.corpora import default_text
 from qkv.profiler.data.frames import COLUMNS
@@ -118,23 +118,26 @@ def profile(
     statistics = checked_custom(statistics, {*COLUMNS, *ROLES, *TRAITS})
     runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
-    runs, residuals = [], []
+    runs, recorded, residuals = [], list[Recorded](), []
     with bar("profiling", "layers", show=progress) as step:
         for batch in runs_on:
             sequences = sequences_of(model, batch)
             _check_real({**sequences.real_source, **sequences.real_target})
-            measures = Measures(local_window, map_tokens, map_bins, statistics)
-            observer = Observer(model, layers, measures, sequences=sequences, partial=partial)
+            recorder = Recorder(Measures(local_window, map_tokens, map_bins, statistics))
+            observer = Observer(model, layers, recorder, sequences=sequences, partial=partial)
             known = len(observer.expected) * len(runs_on) or None  # unknown for models outside transformers' interface
             observer.on_call = lambda module, of=known: step(1, of=of)  # type: ignore[misc]
             hidden = Residuals(sequences.real_source, sequences.real_target)
             with observe(observer), observe_residual(model, attention_modules(model), hidden.record):
                 model(**batch)
             runs.append((batch, _checked(observer, partial)))
+            recorded.append(Recorded(observer.records, sequences, statistics, recorder.group))
             residuals.append(hidden)
-    recorded = [Recorded(o.records, o.sequences, statistics, o.group) for _, o in runs]
     groups = datasets(recorded, tokenizer, local_window)
-    probed = _probe(model, runs[0][1], tokenizer, groups, layers) if probe else "not requested"
+    is_shared = recorded[0].group is not None
+    probed = "not run: several processes share the sequence" if probe else "not requested"
+    if probe and not is_shared:
+        probed = _probe(model, runs[0][1].sequences, tokenizer, groups, layers)
     ids = runs[0][1].sequences.source
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in runs[0][0].items() if isinstance(x, Tensor))
     attrs = attributes(model, loaded.name, time.perf_counter() - started) | {
@@ -145,20 +148,18 @@ def profile(
         "checks": [asdict(checked) for checked in runs[0][1].checks],
         "probes": probed,
     }
-    is_shared = runs[0][1].group is not None  # then a process has the hidden states of its own shard only
-    return Profile(groups, attrs, {} if is_shared else by_stack(residuals))
+    return Profile(groups, attrs, {} if is_shared else by_stack(residuals))  # a process sees those of its own shard
 
 
 def _probe(
-    model: nn.Module, observer: Observer, tokenizer: Any, groups: dict[str, xr.Dataset], layers: Collection[int] | None
-) -> str:
+    model: nn.Module, sequences: Sequences, tokenizer: Any, groups: dict[str, xr.Dataset],
+    layers: Collection[int] | None,
+) -> str:  # fmt: skip
     """Add the scores of the synthetic texts to the groups; returns "run", or the reason why they were not run."""
-    ids = observer.sequences.source
-    if observer.group is not None:
-        return "not run: several processes share the sequence"
+    ids = sequences.source
     if ids is None:
         return "not run: the model does not read token ids"
-    real = observer.sequences.real_source.get(ids.shape[1])
+    real = sequences.real_source.get(ids.shape[1])
     try:
         text = ids[:1] if real is None else ids[:1, real[0]]
         found = probes.probe(model, text, special_ids(model, tokenizer), layers)
@@ -195,7 +196,7 @@ def _checked(observer: Observer, partial: bool) -> Observer:
     names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
     reason = next((f" ({name}: {observer.unreadable[name]})" for name in missing if name in observer.unreadable), "")
     names += reason
-    if not observer.fired and not (missing and observer.expected and not partial):
+    if not observer.sources and not (missing and observer.expected and not partial):
         raise InputError(
             f"model {name} made no attention call that qkv can observe, expected calls of qkv's attention, "
             "transformers' attention interface or torch's attention functions, or one softmax in a module with "

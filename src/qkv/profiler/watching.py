@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 from qkv.errors import InputError
@@ -83,10 +85,19 @@ class Watched:
             )
         with self._texts.measuring():
             groups = datasets([self._recorded(s) for s in chosen], self._tokenizer, self._measures.local_window)
+        returned = [
+            item + sum(one.items for one in chosen[: chosen.index(s)] if of[one] & of[s])
+            for s, item in self._returned
+            if s in chosen
+        ]
+        if returned:
+            texts = max(data.sizes["text"] for data in groups.values())
+            groups = {n: _labelled(x, returned) if x.sizes["text"] == texts else x for n, x in groups.items()}
         if found := unrecorded | left_out:
             missing = "; ".join(f"{where}: {reason}" for where, reason in found.items())
             warnings.warn(f"not recorded: {missing}", stacklevel=2)
-        ids = chosen[0].ids(chosen[0].source or chosen[0].target)
+        read = chosen[0].read()
+        ids = read.target if read.source is None else read.source
         attrs = attributes(self._model, name_of_model(self._model), self._texts.seconds) | {
             "text_preview": "no token ids" if ids is None else preview(ids, self._tokenizer),
             "unobserved": sorted(unrecorded),
@@ -95,17 +106,14 @@ class Watched:
             "probes": "not run: the model was watched",
             "forwards": [s.forwards for s in chosen],
             "evicted": any(s.evicted for s in chosen),
-            "returned": [
-                item + sum(one.items for one in chosen[: chosen.index(s)] if of[one] & of[s])
-                for s, item in self._returned
-                if s in chosen
-            ],
+            "returned": returned,
         }
         return Profile(groups, attrs, {})
 
     def _recorded(self, sequence: Sequence) -> Recorded:
-        source, target = sequence.ids(sequence.source), sequence.ids(sequence.target)
-        if sequence.two and source is not None and target is not None and len(target) != len(source):
+        read = sequence.read()
+        source, target = read.source, read.target
+        if source is not None and target is not None and len(target) != len(source):
             source = source.repeat_interleave(len(target) // len(source), 0)  # beams read the same text
         records = []
         for record in sequence.records(self._texts.layers):
@@ -113,13 +121,24 @@ class Watched:
             repeats = len(target) // items if record.group == "encoder" and target is not None else 1
             repeated = torch.arange(items).repeat_interleave(repeats)
             records.append(record if repeats == 1 else of_items(record, repeated))
-        real = sequence.ids(sequence.real)
+        real = sequence.real()
         if real is not None and not bool(real.any(1).all()):
             kept = real.any(1).nonzero()[:, 0]
             self._texts.unrecorded["texts of padding only"] = f"{len(real) - len(kept)} have no token"
             records = [of_items(x, kept) if len(x.statistics.entropy) == len(real) else x for x in records]
             source, target = (x[kept] if x is not None and len(x) == len(real) else x for x in (source, target))
         return Recorded(records, Sequences(source, target, two=sequence.two), self._measures.statistics)
+
+
+def _labelled(data: xr.Dataset, returned: list[int]) -> xr.Dataset:
+    """The data set with names of its texts: ``data.sel(text="returned 0")`` is the first that `generate` returned.
+
+    A text that it returned several times, with another last token, which was not read, has the first number.
+    """
+    names = [f"not returned {i}" for i in range(data.sizes["text"])]
+    for number, text in reversed([*enumerate(returned)]):
+        names[text] = f"returned {number}"
+    return data.assign_coords(text=np.array(names, object))
 
 
 def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int]) -> Iterator[tuple[Sequence, int]]:
@@ -131,40 +150,41 @@ def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int
         sequences: what was read meanwhile, also by other threads and by functions that call the model besides.
         pad: ids of tokens that may be padding.
     """
-    ids, beams = ids.cpu(), [s for s in sequences if any(part.ndim == 1 for part in s.read)]
-    if not beams:
-        begin = [s for s in sequences if (x := s.ids(s.read)) is not None and torch.equal(x, ids[:, : x.shape[1]])]
-        begin = begin or (sequences if len(sequences) == 1 else [])
-        for sequence in sorted(begin, key=lambda s: -s.tokens)[:1]:
-            yield from ((sequence, i) for i in range(min(len(ids), sequence.items)))
-    found: dict[tuple[int, int, int], Sequence] = {}
-    for number, row in enumerate(ids if beams else ()):
+    ids, copies, found = ids.cpu(), dict[tuple[int, int, int], Sequence](), False
+    for number, row in enumerate(ids):
         n = len(row)
         while n > 1 and int(row[n - 1]) in pad and int(row[n - 2]) in pad:
             n -= 1
         lengths = range(len(row) - 1, max(0, n - 3), -1)  # the last token is not read
-        for length, sequence in itertools.product(lengths, reversed(beams)):
-            read = sequence.at(length)
-            if read is None or read.shape[1] != length:
+        for length, sequence in itertools.product(lengths, reversed(sequences)):
+            place, row_read = length + sequence.nameless, row[:length]
+            item = _item(sequence, sequence.ids(place), row_read, number, len(ids))
+            if item is None:
                 continue
-            sources = sequence.sources_read  # those of a decoder may begin alike, and its beams stay with their source
-            mine = torch.arange(len(read)) * sources // len(read) == number * sources // len(ids)
-            same = ((read == row[:length]).all(1) & mine).nonzero()
-            if len(same):
-                item = int(same[0])
-                if length == sequence.tokens:
-                    now = sequence.ids(sequence.read)
-                    final = [] if now is None else ((now == row[:length]).all(1) & mine).nonzero().tolist()
-                    if final:
-                        yield sequence, final[0][0]
-                        break
-                key = id(sequence), length, item
-                if key not in found and (copy := sequence.as_of(length, item)) is not None:
-                    found[key] = copy
-                    texts.sequences.append(copy)
-                if key in found:
-                    yield found[key], 0
+            found = True
+            now = _item(sequence, sequence.ids(), row_read, number, len(ids))
+            if now is not None:
+                yield sequence, now
                 break
+            key = id(sequence), length, item
+            if key not in copies and (copy := sequence.as_of(place, item)) is not None:
+                copies[key] = copy
+                texts.sequences.append(copy)
+            if key in copies:
+                yield copies[key], 0
+            break
+    if not found and len(sequences) == 1:  # it has returned other ids than were read
+        yield from ((sequences[0], i) for i in range(min(len(ids), sequences[0].items)))
+
+
+def _item(sequence: Sequence, read: Tensor | None, row: Tensor, number: int, rows: int) -> int | None:
+    """The batch item whose tokens were those of a row, if one was; that with the row's number if several were."""
+    if read is None or read.shape[1] != len(row):
+        return None
+    sources = sequence.sources_read  # those of a decoder may begin alike, and its beams stay with their source
+    mine = torch.arange(len(read)) * sources // len(read) == number * sources // rows
+    same = ((read == row).all(1) & mine).nonzero()[:, 0].tolist()
+    return number if number in same else next(iter(same), None)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from qkv.models.decoder import DecoderLM
 from qkv.models.generation import evaluation_mode
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches
+from qkv.profiler.capture.observe import overridden
 from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.capture.record import mapped
 from qkv.profiler.capture.residual import attention_modules, layer_around
@@ -254,17 +255,11 @@ class _InItems(Edit):
 @contextmanager
 def given_outputs(outputs: Mapping[nn.Module, Any], items: int = -1) -> Iterator[None]:
     """Inside, modules give known outputs, those of one batch item repeated `items` times, instead of computing them."""
-    own = {module: vars(module).get("forward") for module in outputs}
-    for module, output in outputs.items():
-        repeated = mapped(output, lambda x: x.expand(items, *x.shape[1:]))
-        module.forward = lambda *args, of=repeated, **named: of
-    try:
+    with ExitStack() as stack:
+        for module, output in outputs.items():
+            repeated = mapped(output, lambda x: x.expand(items, *x.shape[1:]))
+            stack.enter_context(overridden(module, {"forward": lambda *args, of=repeated, **named: of}))
         yield
-    finally:
-        for module, forward in own.items():
-            del module.forward
-            if forward is not None:
-                module.forward = forward
 
 
 @torch.no_grad()

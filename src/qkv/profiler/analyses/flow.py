@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from qkv.engine import RowState
 from qkv.errors import InputError, nearest
 from qkv.models.loading import load_if_named
-from qkv.profiler.capture.datasets import calls_of, joined, without_values
+from qkv.profiler.capture.datasets import Arrays, calls_of, joined, without_values
 from qkv.profiler.capture.inputs import Tokens, batches, sequences_of
 from qkv.profiler.capture.record import ObservedCall
 from qkv.statistics.measure import row_state
@@ -246,16 +246,17 @@ def _walk(layers: list[_Layer], start: Tensor, on_layer: Callable[[], None], *, 
     return steps[::-1] if backward else steps
 
 
-def _of_text(values: Float[np.ndarray, "m depth n"], names: list[str], positions: np.ndarray) -> xr.Dataset:
+def _of_text(values: Float[np.ndarray, "m depth n"], names: list[str], positions: np.ndarray) -> Arrays:
     """The flow of one text from or to the tokens at these positions."""
     tokens = np.array(names, object)
-    return xr.Dataset(
+    return Arrays(
         {"flow": (("text", "chosen", "depth", "token"), values[None])},
-        coords={
-            "depth": np.arange(values.shape[1]),
+        {
+            "depth": ("depth", np.arange(values.shape[1])),
             "token_name": (("text", "token"), tokens[None]),
             "chosen_position": (("text", "chosen"), positions[None]),
             "chosen_name": (("text", "chosen"), tokens[positions][None]),
             "n_tokens": ("text", [len(names)]),
         },
+        {},
     )

@@ -16,7 +16,7 @@ from qkv.engine import at_least_float32
 from qkv.errors import InputError
 from qkv.models.generation import evaluation_mode
 from qkv.models.loading import load_if_named
-from qkv.profiler.capture.datasets import joined
+from qkv.profiler.capture.datasets import Arrays, joined
 from qkv.profiler.capture.inputs import batches, sequences_of, special_ids, token_text, vocabulary
 from qkv.profiler.capture.residual import attention_modules, observe_residual
 
@@ -95,10 +95,9 @@ def mixing(
             start = int(without_first) if same_text else 0
             names = _names(text.ids[start:].tolist(), tokenizer) if same_text else [""] * response.shape[2]
             one = _of_text(response, names, max(0, position + 1 - start) if same_text else 0)
-            one = one.assign_coords(
-                replaced=("text", [int(text.ids[position])]), replaced_by=(("text", "replacement"), [others])
-            )
-            found.append(one.assign_attrs(stack=name, start=start))
+            one.coords["replaced"] = "text", [int(text.ids[position])]
+            one.coords["replaced_by"] = ("text", "replacement"), [others]
+            found.append(one._replace(attrs={"stack": name, "start": start}))
     data = joined(found)
     start = data.attrs.pop("start")
     data = data.assign_coords(token=np.arange(start, start + data.sizes["token"]))
@@ -110,18 +109,19 @@ def mixing(
     return data
 
 
-def _of_text(response: Float[np.ndarray, "r depth n"], names: list[str], later: int) -> xr.Dataset:
+def _of_text(response: Float[np.ndarray, "r depth n"], names: list[str], later: int) -> Arrays:
     """The response of one text; `later` is the first token that counts as later than the changed one."""
     mean = response.mean(0)
     with np.errstate(invalid="ignore"):
         of_later = mean[:, later:].sum(-1) / mean[:, later:].shape[-1]
-    return xr.Dataset(
+    return Arrays(
         {
             "response": (("text", "depth", "token"), mean[None]),
             "deviation": (("text", "depth", "token"), response.std(0)[None]),
             "later": (("text", "depth"), of_later[None]),
         },
-        coords={"depth": np.arange(len(mean)), "token_name": (("text", "token"), np.array([names], object))},
+        {"depth": ("depth", np.arange(len(mean))), "token_name": (("text", "token"), np.array([names], object))},
+        {},
     )
 
 

@@ -17,7 +17,7 @@ from qkv.huggingface.attention import EAGER_NAMES, LazyMask, call_of, eager_of, 
 from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Grid, Mask, Region, Window
 from qkv.profiler.capture import inputs
-from qkv.profiler.capture.intercept import are_distributions, unwatched
+from qkv.profiler.capture.intercept import are_distributions, of_weights, unwatched
 from qkv.profiler.capture.record import served
 
 ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -189,57 +189,56 @@ class Checks(list[Checked]):
         self.append(self.known[SDPA])
 
     def of_function(
-        self, module: nn.Module, name: str, function: Callable[..., Any], out: Float[Tensor, "b h nq dv"],
-        args: tuple[Any, ...], named: dict[str, Any], *, dropped: bool, once: bool,
-    ) -> tuple[Call, Tensor | None]:  # fmt: skip
-        """The call of a model's own function, and its padding mask: the reading of its arguments that gives its output.
+        self, module: nn.Module, name: str, function: Callable[..., Any], returned: tuple[Any, ...],
+        args: tuple[Any, ...], named: dict[str, Any], *, beside: bool,
+    ) -> tuple[Call, Tensor | None, str]:  # fmt: skip
+        """The call of a model's own function, its padding mask, and its source.
 
-        If weights were dropped, the output cannot be compared; with `once`, only the first call is.
+        That is the reading of its arguments that gives its output. If none does, it is the weights that the function
+        returns, if their product with the values is its output. With `beside`, only the first call is compared, and
+        none in which weights are dropped.
         """
-        where, known = name_of(function), is_known(function)
-        if dropped and not known:
-            raise InputError(
-                f"model applies dropout in {name} by {where}, whose output cannot be compared with standard attention "
-                "then; expected evaluation mode or a dropout of 0"
-            )
+        where, known, out = name_of(function), is_known(function), returned[0].detach().transpose(1, 2)
         place, reason = (where, None if known else name), None
         query, key, value, attention_mask = (*args, named.get("attention_mask"))[:4]
         others = {argument: x for argument, x in named.items() if argument != "attention_mask"}
-        for mask in masks_of(module, function, query, key, attention_mask, others):
+        readings = masks_of(module, function, query, key, attention_mask, others)
+        if dropped := beside and bool(others.get("dropout")):
+            others["dropout"] = 0.0
+            if not known:
+                reason, readings = (
+                    InputError(
+                        f"model applies dropout in {name} by {where}, whose output cannot be compared with standard "
+                        "attention then; expected evaluation mode or a dropout of 0"
+                    ),
+                    iter(()),
+                )
+        for mask in readings:
             try:
                 call, keys = call_of(module, name, query, key, value, mask, **others)
-                if not (dropped or under_vmap(call) or (once and place in self.known)):
+                if not (dropped or under_vmap(call) or (beside and place in self.known)):
                     with torch.no_grad(), unwatched():
                         result = served(detached(call))
                         counted = None if result.lse is None else result.lse > -torch.inf
-                        found = compared(name, where, out.detach(), result.out, counted)
-                    self.append(found)
+                        self.append(compared(name, where, out, result.out, counted))
                     if known or mask is not None:
-                        self.known[place] = found
+                        self.known[place] = self[-1]
             except InputError as error:
                 reason = reason or error
                 continue
-            return call, keys
+            return call, keys, "interface"
         assert reason is not None
-        raise reason
-
-    def of_weights(
-        self, name: str, function: Callable[..., Any], returned: tuple[Any, ...], value: Tensor, reason: InputError
-    ) -> Tensor:
-        """The weights that a function returned, if their product with the values is its output; else `reason`."""
         weights = returned[1] if len(returned) > 1 else None
         if not isinstance(weights, Tensor) or weights.ndim != 4:
             raise reason
-        where, weights = name_of(function), weights.detach()
         if weights.shape[1] % value.shape[1] or weights.shape[3] != value.shape[2]:
             raise InputError(
                 f"model attends in {name} by {where}, which returns weights of shape {tuple(weights.shape)} for values "
                 f"of shape {tuple(value.shape)}; expected (batch, heads, queries, keys)"
-            )
+            ) from reason
         values = value.detach().repeat_interleave(weights.shape[1] // value.shape[1], 1)
-        own = returned[0].detach().transpose(1, 2)
-        self.append(compared(name, where, own, weights.to(values.dtype) @ values, None))
-        return weights
+        self.append(compared(name, where, out, weights.detach().to(values.dtype) @ values, None))
+        return of_weights(weights.detach()), None, "returned"
 
 
 RETURNED = {  # fields of transformers' outputs, and the groups that they hold

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,9 +72,7 @@ def calls_of(
         if wanted is not None and group is not None and {s.layer for s in found} >= wanted:
             raise _AllCollected
 
-    observer = Observer(
-        model, layers, sequences=sequences_of(model, batch), receive=collecting(collect), on_call=on_call
-    )
+    observer = Observer(model, layers, collecting(collect), sequences=sequences_of(model, batch), on_call=on_call)
     try:
         with observe(observer):
             model(**batch)
@@ -96,9 +94,6 @@ def without_values(observed: ObservedCall) -> ObservedCall:
     return replace(observed, call=replace(observed.call, v=v, user=replace(observed.call.user, v=v)))
 
 
-PADDED = ("query", "key", "query_bin", "key_bin", "token")  # dimensions that are padded to the longest text
-
-
 @dataclass(frozen=True, eq=False)
 class Recorded:
     """The records of one run."""
@@ -111,17 +106,12 @@ class Recorded:
 
 def datasets(runs: list[Recorded], tokenizer: Any, local_window: int) -> dict[str, xr.Dataset]:
     """One data set for each group, with the runs concatenated along `text`."""
-    parts: dict[str, list[xr.Dataset]] = {}
+    parts: dict[str, list[Arrays]] = {}
     for run in runs:
         for group, records in grouped(run.records).items():
             tokens = Tokens(run.sequences, tokenizer, group, run.group)
-            parts.setdefault(group, []).append(_dataset(records, tokens, local_window, run.statistics))
-    made = {group: joined(found) for group, found in parts.items()}
-    for group, found in parts.items():
-        made[group].attrs["special_tokens"] = list(
-            dict.fromkeys(t for one in found for t in one.attrs["special_tokens"])
-        )
-    return made
+            parts.setdefault(group, []).append(_arrays(records, tokens, local_window, run.statistics))
+    return {group: joined(found) for group, found in parts.items()}
 
 
 def grouped(layers: list[Any]) -> dict[str, list[Any]]:
@@ -137,7 +127,7 @@ def grouped(layers: list[Any]) -> dict[str, list[Any]]:
     return groups
 
 
-def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistics: Sequence[Statistic]) -> xr.Dataset:
+def _arrays(records: list[Record], tokens: Tokens, local_window: int, statistics: Sequence[Statistic]) -> Arrays:
     first = records[0]
     b, _, n_queries = first.statistics.entropy.shape
     n_keys = first.statistics.received.shape[2]
@@ -184,11 +174,11 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
         np.array([tokens.names(ids, i, kept) + [""] * int((~kept).sum()) for i, kept in enumerate(real)], object)
         for ids, real in ((tokens.queries, real_q), (tokens.keys, real_k))
     )
-    return xr.Dataset(
+    return Arrays(
         variables,
-        coords={
-            "layer": [r.layer for r in records],
-            "head": np.arange(first.statistics.entropy.shape[1]),
+        {
+            "layer": ("layer", [r.layer for r in records]),
+            "head": ("head", np.arange(first.statistics.entropy.shape[1])),
             "module": ("layer", [r.module for r in records]),
             "query_token": (("text", "query"), query_names),
             "key_token": (("text", "key"), key_names),
@@ -197,7 +187,7 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
             "bin_queries": ("text", np.full(b, bins[0])),
             "bin_keys": ("text", np.full(b, bins[1])),
         },
-        attrs={
+        {
             "causal": causal,
             "local_window": local_window,
             "streaming_first": Streaming.first_keys,
@@ -246,28 +236,45 @@ def _packed(x: np.ndarray, axis: int, keep: np.ndarray) -> np.ndarray:
     return np.pad(kept, widths, constant_values=np.nan)
 
 
-def joined(parts: list[xr.Dataset]) -> xr.Dataset:
-    """Concatenate data sets along `text`; shorter texts are padded with NaN and empty names."""
-    if len(parts) == 1:
-        return parts[0]
+class Arrays(NamedTuple):
+    """The arrays of one run, by name, each with its dimensions, and with attributes or without."""
+
+    variables: dict[str, tuple[Any, ...]]
+    coords: dict[str, tuple[Any, ...]]
+    attrs: dict[str, Any]
+
+
+def joined(parts: Sequence[Arrays]) -> xr.Dataset:
+    """One data set of several runs, one after another along `text`, the first dimension.
+
+    Shorter texts are padded with NaN and empty names, and variables that some runs lack are left out.
+    """
+    first = parts[0]
     for part in parts[1:]:
-        if "module" in part.coords and list(part["module"].values) != list(parts[0]["module"].values):
-            have = [", ".join(map(str, one["layer"].values)) for one in (parts[0], part)]
+        if "module" in part.coords and list(part.coords["module"][1]) != list(first.coords["module"][1]):
+            have = [", ".join(map(str, one.coords["layer"][1])) for one in (first, part)]
             raise InputError(
                 f"model attends in layers {have[0]} of the group for one text, and in {have[1]} for another; expected "
                 "the same layers, or a profile of each"
             )
-    common = set.intersection(*({str(name) for name in part.data_vars} for part in parts))
-    parts = [part.drop_vars([name for name in part.data_vars if name not in common]) for part in parts]
-    longest = {dim: max(part.sizes[dim] for part in parts) for dim in parts[0].dims if dim in PADDED}
-    names = [str(name) for name, x in parts[0].coords.items() if name not in parts[0].dims and {*x.dims} & {*longest}]
-    padded = [
-        part.reset_coords(names).pad(
-            {dim: (0, longest[dim] - part.sizes[dim]) for dim in longest},
-            constant_values=dict.fromkeys(part.data_vars, np.nan) | dict.fromkeys(names, ""),
-        )
-        for part in parts
-    ]
-    found = xr.concat(padded, "text", data_vars="all", coords="minimal", compat="override", join="exact")
-    causal = {"causal": all(part.attrs["causal"] for part in parts)} if "causal" in parts[0].attrs else {}
-    return found.set_coords(names).assign_attrs(parts[0].attrs | causal)
+
+    def whole(entries: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+        dims, _, *attrs = entries[0]
+        if len(entries) == 1 or "text" not in dims:
+            return entries[0]
+        arrays = [np.asarray(values) for _, values, *_ in entries]
+        shape = np.max([x.shape[1:] for x in arrays], 0, initial=0).astype(int)
+        empty = "" if arrays[0].dtype == object else np.nan
+        short = [[(0, 0), *((0, n - m) for n, m in zip(shape, x.shape[1:], strict=True))] for x in arrays]
+        padded = [np.pad(x, n, constant_values=empty) if np.any(n) else x for x, n in zip(arrays, short, strict=True)]
+        return dims, np.concatenate(padded), *attrs
+
+    variables, coords = (
+        {name: whole([one[name] for one in all_]) for name in all_[0] if all(name in one for one in all_)}
+        for all_ in ([part.variables for part in parts], [part.coords for part in parts])
+    )
+    attrs = dict(first.attrs)
+    if "causal" in attrs:
+        attrs["causal"] = all(part.attrs["causal"] for part in parts)
+        attrs["special_tokens"] = list(dict.fromkeys(token for part in parts for token in part.attrs["special_tokens"]))
+    return xr.Dataset(variables, coords, attrs)

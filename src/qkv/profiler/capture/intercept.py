@@ -37,6 +37,7 @@ SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax, torch.special.s
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "nhead", "heads")
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SOFTMAX = re.compile("softmax", re.IGNORECASE)
+_CALL = nn.Module._call_impl.__code__  # calls the hooks of a module and its forward
 
 
 @contextmanager
@@ -106,8 +107,7 @@ class Intercept(TorchFunctionMode):
                 if multi_head is None:
                     self.unreadable[self.names[id(module)]] = "its keys or values are projected outside of it"
                 else:
-                    nothing = multi_head.v[:, :, :0] if self.beside else None
-                    self.on_call(self.names[id(module)], "sdpa", multi_head, nothing, editable=False)
+                    self.on_call(self.names[id(module)], "sdpa", multi_head, editable=False)
         elif func in SOFTMAX:
             self._softmax(*args, **kwargs)
         return func(*args, **kwargs)
@@ -149,8 +149,7 @@ class Intercept(TorchFunctionMode):
         elif isinstance(scores, str):
             self.unreadable[self.names[id(module)]] = scores
         else:
-            call = of_scores(scores)
-            self.on_call(self.names[id(module)], "softmax", call, call.v[:, :, :0] if self.beside else None)
+            self.on_call(self.names[id(module)], "softmax", of_scores(scores))
 
     def _module(self) -> nn.Module | None:
         """The innermost running module of the model; None inside qkv's kernels and in modules that are `expected`."""
@@ -164,6 +163,15 @@ class Intercept(TorchFunctionMode):
                 return None if self.names[id(module)] in self.expected else module
             frame = frame.f_back  # type: ignore[assignment]
         return None
+
+
+def calls_of_module(module: nn.Module) -> int:
+    """How many calls of a module run, one inside of the other."""
+    frame, calls = sys._getframe(1), 0
+    while frame is not None:
+        calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls
 
 
 def all_routed(model: nn.Module, names: dict[int, str], around: Collection[str]) -> bool:

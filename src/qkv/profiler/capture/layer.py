@@ -7,26 +7,54 @@ text. Otherwise each call gives its scores, which are measured with those of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.masks import Region
-from qkv.profiler.capture.pieces import Joined, Piece, joined_call, joined_norms, scores_of
-from qkv.profiler.capture.record import PREFIX, Measures, ObservedCall, Record, of_items
+from qkv.masks import Mask, Region
+from qkv.profiler.capture.pieces import Joint, Part, Piece, Selections, cropped, scores_of
+from qkv.profiler.capture.record import PREFIX, Measures, ObservedCall, Record
 from qkv.profiler.data.variables import UNFUSED
-from qkv.statistics.result import Statistics
+from qkv.statistics.result import Statistics, Thumbnail, bin_size
 
 HELD = 2**22
 """So many numbers of queries of a layer are held at most; then they are measured, and only their keys are kept."""
 SCORES = 2**22
 """So many scores are held at most where a cache does not keep its keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measured(Part):
+    """Queries that were measured together."""
+
+    rows: list[int]
+    """Positions of those that were recorded."""
+    record: Record
+
+    def first(self, count: int) -> Measured:
+        raise InputError(
+            f"the cache was cropped to {self.start + count} tokens, before token {self.rows[-1]}, which was measured "
+            "with earlier ones; expected a crop of newer tokens"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """A text at the time at which its layers are measured."""
+
+    measures: Measures
+    tokens: int
+    """Number of tokens read so far."""
+    selections: Selections = field(default_factory=Selections)
+    real: Bool[Tensor, "b n"] | None = None
+    """True at real tokens; None if all are real."""
+    masks: dict[tuple[Any, ...], Mask | None] = field(default_factory=dict)
+    """The masks of joined calls, which most layers of a model share."""
 
 
 @dataclass(eq=False)
@@ -39,30 +67,22 @@ class Layer:
     source: str
     own_keys: bool = False
     """The keys are not the tokens of the text that has the queries, as in cross-attention."""
-    pieces: list[Piece | Tensor] = field(default_factory=list)
-    """A tensor of batch items where the batch was reordered."""
-    measured: list[Part | Tensor] = field(default_factory=list)
-    """The queries that are measured; a tensor of batch items as in `pieces`."""
+    pieces: list[Piece] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
     waiting: tuple[int, int] = (0, 0)
     """How many numbers of queries, and of scores, are held that are not measured."""
     known: int = 0
     """Number of keys of the text so far."""
     causal: bool = True
     made: Record | None = None
-    """Of a whole forward, which is measured at once."""
-    padding: Bool[Tensor, "b nk"] | None = None
-    """True at real keys, where they are not tokens of the text that has the queries."""
-
-    heads: dict[int, Layer] = field(default_factory=dict)
-    """The same layer with other weights, of which single heads are used: those whose weights an edit has changed."""
+    """Of a text that is not continued."""
 
     def fork(self) -> Layer:
-        heads = {head: layer.fork() for head, layer in self.heads.items()}
-        return replace(self, pieces=list(self.pieces), measured=list(self.measured), heads=heads)
+        return replace(self, pieces=list(self.pieces), measured=list(self.measured))
 
     def add(
-        self, observed: ObservedCall, start: int, keys_at: int | Tensor, limit: int | None, *, stays: bool,
-        changed: Mapping[int, Call] | None = None, queries: bool = True,
+        self, observed: ObservedCall, start: int, keys_at: int | Tensor, limit: int | None, *, selected: int = 0,
+        stays: bool = True, queries: bool = True,
     ) -> None:  # fmt: skip
         """Add the queries of a call.
 
@@ -72,19 +92,13 @@ class Layer:
             keys_at: positions of its keys, or of the first if they follow each other.
             limit: number of tokens of the text so far; later keys are unused rows of a static cache. None if the keys
                 are not the tokens of the text.
+            selected: how often batch items of the text had been selected before.
             stays: the keys and values of earlier calls are still what they were.
-            changed: the calls of heads whose weights an edit changed.
             queries: keep the queries, and not the keys alone.
 
         Raises:
             InputError: if queries see keys that are no tokens of the text.
         """
-        changed = changed or {}
-        for head in changed:
-            self.heads.setdefault(head, self.fork())
-        for head, layer in self.heads.items():
-            layer.heads.clear()
-            layer.add(replace(observed, call=changed.get(head, observed.call)), start, keys_at, limit, stays=stays)
         call, given = observed.call, observed.call.user
         n_keys = given.k.shape[2]
         if limit is not None and isinstance(keys_at, int) and keys_at + n_keys > limit:
@@ -110,38 +124,18 @@ class Layer:
         self.waiting = held + stays * queries * given.q.numel(), others + (0 if scores is None else scores.numel())
         self.known = max(self.known, stop)
         self.causal &= observed.causal or call.q.shape[2] == 1
-        if observed.keys is not None:
-            self.padding = observed.keys
         self.pieces.append(
             Piece(
-                start,
-                call.q.shape[2],
-                given.q.detach() if stays and queries else None,
-                scores,
-                new,
-                keys_at,
-                call.mask,
-                call.grid,
-                given.biases,
-                given.score,
-                given.normalizer,
-                norms,
+                start, call.q.shape[2], selected, given.q.detach() if stays and queries else None, scores, new, keys_at,
+                call.mask, call.grid, given.biases, given.score, given.normalizer, norms,
+                observed.keys if self.own_keys else None,
             )
-        )
+        )  # fmt: skip
 
     @property
     def full(self) -> bool:
         """Whether the newest calls must be measured, to save memory or because the cache has begun to change keys."""
         return self.waiting[0] > HELD or self.waiting[1] > SCORES or min(self.waiting) > 0
-
-    def reorder(self, items: Int[Tensor, " b"]) -> None:
-        """Select batch items."""
-        for layer in self.heads.values():
-            layer.reorder(items)
-        self.pieces.append(items)
-        self.measured.append(items)
-        if self.padding is not None:
-            self.padding = self.padding[items.to(self.padding.device)]
 
     def crop(self, length: int) -> None:
         """Remove the tokens after the first `length`.
@@ -149,186 +143,155 @@ class Layer:
         Raises:
             InputError: if their queries are measured together with earlier ones.
         """
-        for layer in self.heads.values():
-            layer.crop(length)
-        kept: list[Piece | Tensor] = []
-        for piece in self.pieces:
-            if isinstance(piece, Tensor) or piece.start + piece.count <= length:
-                kept.append(piece)
-            elif piece.start < length:
-                kept.append(piece.first(length - piece.start))
-        for part in self.measured:
-            if not isinstance(part, Tensor) and part[0][-1] >= length:
-                raise InputError(
-                    f"the cache was cropped to {length} tokens, before token {part[0][-1]}, which was measured with "
-                    "earlier ones; expected a crop of newer tokens"
-                )
-        self.pieces, self.known = kept, self.known if self.own_keys else length
+        self.pieces, self.measured = cropped(self.pieces, length), cropped(self.measured, length)
+        self.known = self.known if self.own_keys else length
 
-    def keys(self) -> Float[Tensor, "b hkv n d"]:
+    def keys(self, selections: Selections) -> Float[Tensor, "b hkv n d"]:
         """The keys of the text so far, in the present order of the batch."""
-        found = [p.new[0] for p in in_order(self.pieces, Piece.of_items) if p.new is not None]
+        found = [p.new[0] for p in selections.present(self.pieces) if p.new is not None]
         if not found:
             raise InputError(f"the keys of {self.module} were not recorded; expected a cache that is not changed")
         return torch.cat(found, 2)
 
     @torch.no_grad()
-    def measure(self, measures: Measures, real: Tensor | None, joined: Joined) -> Record | None:
-        """Measure the calls that are not measured yet; returns a record if these are all queries.
-
-        Args:
-            measures: what is measured.
-            real: True at real tokens of the text, (b, n); None if all are real.
-            joined: masks of joined calls that other layers have.
-        """
-        for layer in self.heads.values():
-            layer.measure(measures, real, joined)
-        pieces = in_order(self.pieces, Piece.of_items)
-        waiting = [p for p in pieces if p.q is not None or p.scores is not None]
-        if not waiting:
-            return None
-        if len(kinds := {p.q is None for p in waiting}) > 1:  # the first calls, and those after the cache changed keys
-            for kind in sorted(kinds):
-                self._measure([p for p in waiting if (p.q is None) == kind], pieces, measures, real, joined)
-            record = None
-        else:
-            record = self._measure(waiting, pieces, measures, real, joined)
-        self.pieces = [p if isinstance(p, Tensor) else replace(p, q=None, scores=None) for p in self.pieces]
+    def measure(self, now: Moment) -> None:
+        """Measure the calls that are not measured yet: the first ones, and those after the cache has changed keys."""
+        pieces = now.selections.present(self.pieces)
+        for waiting in ([p for p in pieces if p.q is not None], [p for p in pieces if p.scores is not None]):
+            if waiting:
+                self.measured.append(self._measured(waiting, pieces, now))
+        self.pieces = [replace(p, q=None, scores=None) for p in self.pieces]
         self.waiting = 0, 0
-        return record
 
-    def _measure(
-        self, waiting: list[Piece], pieces: list[Piece], measures: Measures, real: Tensor | None, joined: Joined
-    ) -> Record | None:
-        observed, counted = self._observed(waiting, pieces, real, joined)
-        whole = waiting[0].start == 0 and counted is None
-        norms = observed.norms if waiting[0].q is not None else joined_norms(waiting, observed.call.k.shape[2])
-        _, statistics, weights = measures.of(observed, norms=norms, whole=whole)
-        start, n = waiting[0].start, observed.call.q.shape[2]
-        rows = torch.arange(n) if counted is None else counted.nonzero()[:, 0].cpu()
-        if whole:
-            vectors = {} if waiting[0].q is None else observed.vectors
-            record = Record(
-                self.module, self.group, self.number, statistics, vectors, weights, observed.queries, observed.keys,
-                self.causal and self.group != "cross",
-            )  # fmt: skip
-        first = int(torch.as_tensor(observed.first).max())
-        if start + n < PREFIX + first:
-            statistics = replace(statistics, prefix_sink_scores=None)
-        elif start >= PREFIX + first:
-            statistics = replace(statistics, prefix_sink_scores=torch.zeros_like(statistics.prefix_sink_scores))  # type: ignore[arg-type]
-        self.measured.append(([start + int(row) for row in rows], start, statistics, weights))
-        return record if whole else None
+    def _measured(self, waiting: list[Piece], pieces: list[Piece], now: Moment) -> Measured:
+        joint = Joint(
+            waiting, self.known if self.own_keys else waiting[-1].stop, cross=self.own_keys,
+            bins=now.measures.map_bins,
+        )  # fmt: skip
+        observed = self._observed(joint, pieces, now)
+        by_scores = waiting[0].q is None
+        whole = joint.start == 0 and len(joint.rows) == joint.stop
+        _, statistics, weights = now.measures.of(observed, norms=joint.norms() if by_scores else observed.norms)
+        vectors = observed.vectors if whole and not by_scores else {}
+        record = self._record(statistics, vectors, weights, observed.queries, observed.keys)
+        return Measured(joint.start, joint.stop - joint.start, len(now.selections), joint.rows, record)
 
     def joined(self, real: Mapping[int, Tensor]) -> ObservedCall:
         """All steps as one call, of a module that attends step by step; `real` is True at real queries, by number."""
-        pieces = in_order(self.pieces, Piece.of_items)
-        observed, _ = self._observed(pieces, pieces, real.get(len(pieces)), {})
+        now = Moment(Measures(), len(self.pieces), real=real.get(len(self.pieces)))
+        observed = self._observed(Joint(self.pieces, self.known, cross=True), self.pieces, now)
         return replace(observed, causal=self.group != "cross")
 
-    def _observed(
-        self, waiting: list[Piece], pieces: list[Piece], real: Tensor | None, joined: Joined
-    ) -> tuple[ObservedCall, Tensor | None]:
-        """The calls as one, and which of its queries were recorded; None if all were."""
-        start, stop = waiting[0].start, waiting[-1].start + waiting[-1].count
-        n_keys = self.known if self.own_keys else stop
-        call, counted = joined_call(waiting, pieces, n_keys, joined, cross=self.own_keys)
-        queries = None if real is None else real[:, start:stop]
-        keys = self.padding if self.own_keys else None if real is None else real[:, :n_keys]
-        first = 0 if keys is None else keys.to(torch.int8).argmax(1)
-        if counted is not None:
-            recorded = counted.to(call.q.device).expand(len(call.q), -1)
+    def _observed(self, joint: Joint, pieces: list[Piece], now: Moment) -> ObservedCall:
+        """Calls as one."""
+        call = joint.call(pieces, now.masks)
+        queries = None if now.real is None else now.real[:, joint.start : joint.stop]
+        keys = _padding(pieces) if self.own_keys else None if now.real is None else now.real[:, : joint.n_keys]
+        if not bool(joint.recorded.all()):
+            recorded = joint.recorded.to(call.q.device).expand(len(call.q), -1)
             queries = recorded if queries is None else recorded & queries
-        observed = ObservedCall(
+        first = 0 if keys is None else keys.to(torch.int8).argmax(1)
+        return ObservedCall(
             self.module, self.group, self.number, call, None, queries, keys, first, self.causal, self.source
         )
-        return observed, counted
+
+    def _record(
+        self, statistics: Statistics, vectors: dict[str, Tensor], weights: Tensor | None, queries: Tensor | None,
+        keys: Tensor | None,
+    ) -> Record:  # fmt: skip
+        causal = self.causal and self.group != "cross"
+        return Record(self.module, self.group, self.number, statistics, vectors, weights, queries, keys, causal)
 
     @torch.no_grad()
-    def record(self, measures: Measures, real: Tensor | None, total: int, joined: Joined) -> Record:
-        """The whole rows of the layer; queries that were not recorded are NaN.
-
-        Args:
-            measures: what is measured.
-            real: True at real tokens of the text that has the queries, (b, n); None if all are real.
-            total: number of these tokens.
-            joined: masks of joined calls that other layers have.
-        """
+    def record(self, now: Moment) -> Record:
+        """The whole rows of the layer; queries that were not recorded are NaN."""
         if self.made is not None:
             return self.made
-        if self.heads:
-            record = replace(self, heads={}).record(measures, real, total, joined)
-            for head, layer in self.heads.items():
-                record = record.with_head(head, layer.record(measures, real, total, joined))
-            return record
         copy = self.fork()  # so that more calls can follow
-        nothing_before = not any(isinstance(x, tuple) for x in self.measured)
-        made = copy.measure(measures, real, joined)
-        if made is not None and nothing_before and made.statistics.entropy.shape[2] == total:
-            return made
-        found = in_order(copy.measured, of_items)
-        statistics, weights = joined_statistics(found, total, copy.known if self.own_keys else total, measures)
-        keys = self.padding if self.own_keys else real
-        small = weights is not None and max(weights.shape[2:]) <= measures.map_tokens
-        return Record(
-            self.module, self.group, self.number, statistics, {}, weights if small else None, real, keys,
-            self.causal and self.group != "cross",
-        )  # fmt: skip
+        copy.measure(now)
+        found = now.selections.present(copy.measured)
+        if len(found) == 1 and len(found[0].rows) == now.tokens:
+            return found[0].record
+        keys = _padding(now.selections.present(self.pieces)) if self.own_keys else now.real
+        statistics, weights = joined(found, now, copy.known if self.own_keys else now.tokens, keys)
+        return self._record(statistics, {}, weights, now.real, keys)
 
 
-def in_order(parts: list[Any], of_items: Callable[[Any, Tensor], Any]) -> list[Any]:
-    """The parts, each with its batch items in the order that later reorderings gave them."""
-    found: list[Any] = []
-    order: Tensor | None = None
-    for part in reversed(parts):
-        if isinstance(part, Tensor) and part.ndim == 1:
-            order = part if order is None else part.to(order.device)[order]
-        else:
-            found.append(part if order is None else of_items(part, order))
-    return found[::-1]
+def _padding(pieces: list[Piece]) -> Tensor | None:
+    """True at real keys, where they are not the tokens of the text that has the queries."""
+    return next((p.padding for p in reversed(pieces) if p.padding is not None), None)
 
 
 PER_KEY = ("received", "visible_queries")
-Part = tuple[list[int], int, Statistics, Tensor | None]
-"""The positions of the queries that were recorded, that of the first query, and statistics and weights of all."""
 
 
-def joined_statistics(
-    found: list[Part], total: int, n_keys: int, measures: Measures
-) -> tuple[Statistics, Tensor | None]:
-    """The statistics and weights of all queries, NaN for those that no part has."""
-    one = found[0][2]
-    batch, heads = one.entropy.shape[:2]
-    where = torch.tensor([row for rows, *_ in found for row in rows], device=one.entropy.device)
+def joined(found: list[Measured], now: Moment, n_keys: int, keys: Tensor | None) -> tuple[Statistics, Tensor | None]:
+    """The statistics of all queries, and their weights if the text is short; NaN for those that no part has.
+
+    Args:
+        found: the parts.
+        now: the text.
+        n_keys: the number of its keys.
+        keys: True at real keys; None if all are real.
+    """
+    one, measures = found[0].record.statistics, now.measures
+    where = torch.tensor([row for part in found for row in part.rows], device=one.entropy.device)
+    complete = len(where) == now.tokens
     over_keys = {s.name for s in (*UNFUSED, *measures.statistics) if s.over == "key"}
-
-    def rows_of(part: Part, x: Tensor) -> Tensor:
-        return x[:, :, torch.tensor(part[0], device=x.device) - part[1]]
 
     def by_query(values: list[Any]) -> Tensor | None:
         if any(x is None for x in values):
             return None
-        rows = torch.cat([rows_of(part, x).float() for part, x in zip(found, values, strict=True)], 2)
-        return rows.new_full((batch, heads, total), torch.nan).index_copy_(2, where, rows)
+        rows = [x[:, :, torch.tensor(p.rows, device=x.device) - p.start] for p, x in zip(found, values, strict=True)]
+        both = torch.cat([x.float() for x in rows], 2)
+        return both.new_full((*both.shape[:2], now.tokens, *both.shape[3:]), torch.nan).index_copy_(2, where, both)
 
     def by_key(values: list[Any]) -> Tensor | None:
         return None if any(x is None for x in values) else sum(_padded(x, n_keys) for x in values)  # type: ignore[return-value]
 
-    def joined(name: str) -> Any:
-        values = [getattr(part[2], name) for part in found]
+    def value(name: str) -> Any:
+        values = [getattr(part.record.statistics, name) for part in found]
         if name == "thumbnail":
-            return None
+            return _whole_map(found, values, now.tokens, n_keys, measures.map_bins) if complete else None
         if name in ("mass", "own"):
             return {key: (by_key if key in over_keys else by_query)([v[key] for v in values]) for key in values[0]}
-        if name == "prefix_sink_scores":
-            return None if any(x is None for x in values) else sum(values)
+        if name == "prefix_sink_scores":  # of the first queries, which one part must have
+            prefix = PREFIX + (0 if keys is None else int(keys.to(torch.int8).argmax(1).max()))
+            early = [(part, x) for part, x in zip(found, values, strict=True) if part.rows[0] < prefix]
+            return early[0][1] if len(early) == 1 and early[0][0].stop >= prefix else None
         return (by_key if name in PER_KEY else by_query)(values)
 
-    statistics = Statistics(**{f.name: joined(f.name) for f in fields(Statistics)})
-    weights = [None if part[3] is None else _padded(rows_of(part, part[3]), n_keys, 3) for part in found]
-    if len(where) != total or any(x is None for x in weights):
+    statistics = Statistics(**{f.name: value(f.name) for f in fields(Statistics)})
+    if not complete or max(now.tokens, n_keys) > measures.map_tokens:
         return statistics, None
-    return statistics, torch.cat([x for x in weights if x is not None], 2)
+    weights = [part.record.weights for part in found]
+    return statistics, by_query([None if x is None else _padded(x, n_keys, 3) for x in weights])
+
+
+def _whole_map(
+    found: list[Measured], maps: list[Thumbnail | None], n_queries: int, n_keys: int, bins: int
+) -> Thumbnail | None:
+    """The small map of all queries from those of parts, whose bins are parts of its bins."""
+    sizes = bin_size(n_queries, max(1, bins)), bin_size(n_keys, max(1, bins))
+    one = found[0].record.statistics.entropy
+    shape = *one.shape[:2], -(-n_queries // sizes[0]), -(-n_keys // sizes[1])
+    maximum, total = one.new_zeros(shape), one.new_zeros(shape)
+    for part, small in zip(found, maps, strict=True):
+        if small is None:
+            return None
+        n = part.count, part.record.statistics.received.shape[2]
+        pairs = [
+            (torch.arange(0, length, size) + size).clamp(max=length) - torch.arange(0, length, size)
+            for length, size in zip(n, (small.query_bin, small.key_bin), strict=True)
+        ]
+        sums = small.mean * (pairs[0][:, None] * pairs[1]).to(small.mean)
+        rows = (part.start + torch.arange(0, n[0], small.query_bin)) // sizes[0]
+        columns = torch.arange(0, n[1], small.key_bin) // sizes[1]
+        at = (rows[:, None] * shape[3] + columns).flatten().to(sums.device)
+        at = at.expand(*shape[:2], -1)
+        maximum.view(*shape[:2], -1).scatter_reduce_(2, at, small.maximum.flatten(2), "amax")
+        total.view(*shape[:2], -1).scatter_add_(2, at, sums.flatten(2))
+    return Thumbnail.of(maximum, total, n_queries, n_keys, *sizes)
 
 
 def _padded(x: Tensor, n: int, dim: int = 2) -> Tensor:

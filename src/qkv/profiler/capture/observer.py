@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from qkv import ring
 from qkv.cache.base import Sinks, attending
-from qkv.edits import Placed
-from qkv.engine import Call, Result, RowState, Shared, detached
+from qkv.edits import Placed, Scale, Steer, Zero
+from qkv.engine import Call, Result, Shared, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import Own, call_of, function_of, is_causal, routes
 from qkv.kernels import serving
@@ -25,16 +22,11 @@ from qkv.masks import Dense
 from qkv.profiler.capture import inputs
 from qkv.profiler.capture.checking import Checks, Inputs, returned
 from qkv.profiler.capture.inputs import Sequences, arguments_of
-from qkv.profiler.capture.intercept import Intercept, all_routed, of_scores, of_weights, unwatched
+from qkv.profiler.capture.intercept import Intercept, all_routed, calls_of_module, of_scores, unwatched
 from qkv.profiler.capture.interventions import ACTIVE, applied
 from qkv.profiler.capture.layer import Layer
-from qkv.profiler.capture.record import PREFIX, WEIGHTS_ONLY, Measures, ObservedCall, Receive, Record, mapped, served
+from qkv.profiler.capture.record import WEIGHTS_ONLY, ObservedCall, Receive, Record, Recorder, served
 from qkv.profiler.capture.texts import Forward, Texts
-from qkv.statistics import PrefixSinkScores
-from qkv.statistics.measure import sweep
-
-T = TypeVar("T")
-_CALL = nn.Module._call_impl.__code__  # calls the hooks of a module and its forward
 
 
 @dataclass
@@ -59,11 +51,9 @@ class Observer:
 
     model: nn.Module
     layers: Collection[int] | None = None
-    measures: Measures = field(default_factory=Measures)
+    receive: Receive = field(default_factory=Recorder)
     on_call: Callable[[str], None] = lambda module: None
-    receive: Receive | None = None  # measures the calls, together with their results, if None
     sequences: Sequences = field(default_factory=Sequences)
-    fired: list[str] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)  # attention modules that could not be read, and the reason
     sources: dict[str, str] = field(default_factory=dict)  # by module: see `qkv.profile`
     partial: bool = False  # list modules whose attention cannot be read instead of raising an error
@@ -76,21 +66,22 @@ class Observer:
         routed = [module for module in self.modules.values() if routes(module)]
         self.expected = [self.names[id(module)] for module in routed]
         self.checks = Checks(self.model, {id(module): function_of(module) for module in routed})
-        self.beside, self._measured = self.texts is not None, list[Record]()
-        self.group: ProcessGroup | None = None  # the processes that share the sequence, if there are several
+        self.beside = self.texts is not None
         self.ran: set[int] = set()  # modules whose forward was running
         self.inputs: Inputs = []
         self.around = {name[:i] for name in self.expected for i, x in enumerate(f"{name}.") if x == "."}
         self.routed = all_routed(self.model, self.names, self.around)
         self._stepwise: list[Layer] = []  # modules that attend step by step
         self._two_sided = inputs.is_two_sided(self.modules)
-        self._numbers: dict[tuple[str, str, int], int] = {}  # of layers: group, module, and its calls before
+        self.numbers: dict[tuple[str, str, int], int] = {}  # of layers: group, module, and its calls before
         self._thread = threading.get_ident()
         self.runs: dict[int, Run] = {}
 
     @property
     def records(self) -> list[Record]:
-        return self.in_order(self._measured)
+        """What a `Recorder` has measured."""
+        assert isinstance(self.receive, Recorder)
+        return self.in_order(self.receive.records)
 
     @property
     def run(self) -> Run:
@@ -110,12 +101,12 @@ class Observer:
 
     def deepest(self) -> int:
         """The highest layer number of any group."""
-        return max(self._numbers.values(), default=-1)
+        return max(self.numbers.values(), default=-1)
 
-    def in_order(self, layers: list[T]) -> list[T]:
+    def in_order(self, layers: list[Any]) -> list[Any]:
         """What was received of layers, in the order in which they began to attend."""
-        order = [(group, layer) for (group, _, _), layer in self._numbers.items()]
-        return sorted(layers, key=lambda one: order.index((one.group, one.layer)))  # type: ignore[attr-defined]
+        order = [(group, layer) for (group, _, _), layer in self.numbers.items()]
+        return sorted(layers, key=lambda one: order.index((one.group, one.layer)))
 
     # --- where calls come from ----------------------------------------------------------------------------------------
 
@@ -127,8 +118,7 @@ class Observer:
         call, keys = call_of(module, name, query, key, value, attention_mask, **arguments)
         if self.foreign():
             return served(call).out.transpose(1, 2).contiguous(), None
-        self.sources[name] = "interface"
-        result = self._received(name, call, served, keys)
+        result = self._received(name, "interface", call, served, keys)
         if not ACTIVE.get(self.model):
             self.checks.of_rows(module, name, call, result.out, attention_mask, arguments)
         return result.out.transpose(1, 2).contiguous(), None
@@ -136,35 +126,21 @@ class Observer:
     def attend_own(
         self, module: nn.Module, function: Callable[..., Any], own: Own, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Tensor, Any]:
-        """Run the model's own attention function, and record what it computes.
-
-        Its output is compared with that of standard attention with the same arguments. If they differ, the weights that
-        it returns are recorded, if their product with the values is its output.
-        """
+        """Run the model's own attention function, and record what it computes."""
         returned = own()
         if self._skips() or hasattr(function, "served"):
             return returned
-        out, name = returned[0], self.names[id(module)]
-        dropped = self.beside and bool(named.get("dropout"))
+        name, mine = self.names[id(module)], Result(returned[0].transpose(1, 2), None)
         try:
-            call, keys = self.checks.of_function(
-                module, name, function, out.transpose(1, 2), args, named | {"dropout": 0.0} if dropped else named,
-                dropped=dropped, once=self.beside,
-            )  # fmt: skip
+            call, keys, source = self.checks.of_function(
+                module, name, function, returned, args, named, beside=self.beside
+            )
         except InputError as error:
-            try:
-                weights = self.checks.of_weights(name, function, returned, args[2], error)
-            except InputError as wrong:
-                if not self.partial:
-                    raise wrong from error
-                self.unreadable[name] = str(wrong)
-                return returned
-            call = of_weights(weights)
-            self.intercepted(name, "returned", call, call.v[:, :, :0] if self.beside else None)
+            if not self.partial:
+                raise
+            self.unreadable[name] = str(error)
             return returned
-        self.sources[name] = "interface"
-        mine = Result(out.transpose(1, 2), None)
-        made = self._received(name, call, served, keys, known=mine)
+        made = self._received(name, source, call, served, keys, known=mine)
         return returned if made is mine else (made.out.transpose(1, 2).contiguous(), *returned[1:])
 
     def observe_call(self, call: Call | Shared, compute: Callable[[Any], Result], fused: bool) -> Result:
@@ -175,19 +151,18 @@ class Observer:
         if self.foreign() or not self.run.running or self._skips():
             return compute(call)
         name = self.run.running[-1]
-        self.sources[name] = "qkv"
         if isinstance(call, Shared):
             return self._shared(name, call, compute(call))
         known = compute(call) if self.beside else None
-        return self._received(name, call, compute, known=known, fused=fused)
+        return self._received(name, "qkv", call, compute, known=known, fused=fused)
 
     def intercepted(
         self, name: str, source: str, call: Call, own: Tensor | None = None, *, editable: bool = True
     ) -> Result:
         """Receive a call that torch's functions compute; `own` is the output that the model has computed already."""
-        self.sources[name] = source
+        own = call.v[:, :, :0] if own is None and self.beside else own  # the model computes it later
         known = None if own is None else Result(own, None)
-        return self._received(name, call, served, known=known, fused=True, editable=editable)
+        return self._received(name, source, call, served, known=known, editable=editable)
 
     def intercept(self) -> AbstractContextManager[object]:
         """A context that observes attention which the model computes by torch's functions, as far as it may."""
@@ -198,18 +173,14 @@ class Observer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The forward has ended: receive the calls of which it was not known before that they are whole.
-
-        These are the steps of each module that attends step by step, joined; and, for modules whose calls could not be
-        read, the weights that the model itself returns, if it does.
+        """The forward has ended: receive the joined steps of modules that attend step by step, and the weights that the
+        model itself returns for modules whose calls could not be read, if it does.
         """
         for layer in self._stepwise:
-            (self.receive or self._measure)(layer.joined(self.run.sequences.real_target), None, {})
+            self.receive(layer.joined(self.run.sequences.real_target), None, {})
         self._stepwise.clear()
         unread = [n for n in self.names.values() if n in self.unreadable and n not in self.expected]
-        if not unread:
-            return
-        observed = {inputs.of_transformers(name, self.model) for name in self.fired}
+        observed = {inputs.of_transformers(name, self.model) for name in self.sources}
         for name, weights in returned(self.model, self.inputs, unread, observed).items():
             self.intercepted(name, "outputs", of_scores(weights.log()))
             del self.unreadable[name]
@@ -232,9 +203,8 @@ class Observer:
                 run.opened.enter_context(serving(self.observe_call))
             if self.texts is not None:
                 self.begins(module, arguments_of(module, args, named))
-            known = bool(self.fired) and not {"sdpa", "softmax"} & set(self.sources.values())
-            known |= run.outer is not None or self._skips()
-            if self.beside and not known:  # reading every torch function takes time
+            known = bool(self.sources) and not {"sdpa", "softmax"} & set(self.sources.values())
+            if self.beside and not (known or run.outer is not None or self._skips()):
                 run.opened.enter_context(self.intercept())
         self.ran.add(id(module))
         run.running.append(self.names[id(module)])
@@ -257,11 +227,7 @@ class Observer:
 
     def _runs_again(self, module: nn.Module) -> None:
         """A module begins that is running: inside itself, called by a hook; or it was interrupted from the keyboard."""
-        frame, calls = sys._getframe(2), 0
-        while frame is not None:
-            calls += frame.f_code is _CALL and frame.f_locals["self"] is module
-            frame = frame.f_back  # type: ignore[assignment]
-        if calls < 2:
+        if calls_of_module(module) < 2:
             self.interrupted()
         elif not self.beside:
             raise InputError(
@@ -269,8 +235,7 @@ class Observer:
                 "qkv.watch, which records both"
             )
         else:
-            run = self.run
-            again = Run(sequences=self.sequences, intercept=run.intercept, outer=run)
+            again = Run(sequences=self.sequences, intercept=self.run.intercept, outer=self.run)
             self.runs[threading.get_ident()] = again
 
     def interrupted(self) -> None:
@@ -306,28 +271,22 @@ class Observer:
     # --- how a call is received ---------------------------------------------------------------------------------------
 
     def _received(
-        self, name: str, call: Call, compute: Callable[[Any], Result], keys: Tensor | None = None, *,
+        self, name: str, source: str, call: Call, compute: Callable[[Any], Result], keys: Tensor | None = None, *,
         known: Result | None = None, fused: bool = True, editable: bool = True,
     ) -> Result:  # fmt: skip
-        """The result of a call after the edits of `qkv.edit` and the receiver.
+        """The result of a call of a module after the edits of `qkv.edit` and the receiver.
 
-        Args:
-            name: the module that attends.
-            call: as it is read.
-            compute: computes the result of a call of this layer.
-            keys: True at real keys, if its mask tells.
-            known: its result, if the model has computed it.
-            fused: the receiver may compute the result, together with the statistics.
-            editable: its heads may be edited.
+        `keys` is True at real keys, if the mask tells. `known` is the result, if the model has computed it; otherwise
+        it is computed by `compute`, or with `fused` by the receiver, together with the statistics.
         """
         if call.dropout_p and not self.beside:
             raise InputError(
                 f"model applies dropout {call.dropout_p} to the weights of {name}; expected a model in evaluation mode"
             )
         call = replace(call, dropout_p=0.0) if call.dropout_p else call
-        self.fired.append(name)
+        self.sources[name] = source
         self.on_call(name)
-        observed = self._observed(name, call, keys)
+        observed = self._observed(name, source, call, keys)
         result, changed = known, dict[int, Call]()
         if observed.step:  # one of several queries over the same keys
             result = compute(call)
@@ -350,14 +309,14 @@ class Observer:
             if observed.step is not None:
                 return self._step(observed, result)
             if self.texts is None:
-                return (self.receive or self._measure)(observed, result, changed)
+                return self.receive(observed, result, changed)
             assert result is not None
             if self.run.forward is not None:
                 self.texts.add(self.run.forward, self.modules.get(name), observed, changed)
             return result
 
     def _check_parts(self, name: str, observed: ObservedCall) -> None:
-        """Raise `InputError` for edits of weights, or at positions, if a cache attends in several parts."""
+        """Raise `InputError` for edits of more than the output of a query, if a cache attends in several parts."""
         cache, forward = attending(), self.run.forward
         if not isinstance(cache, Sinks) or forward is None:
             return
@@ -365,16 +324,11 @@ class Observer:
             return
         for edits in ACTIVE[self.model]:
             for one in edits.of(name, observed.group, observed.layer).values():
-                if one.of_heads or one.positional:
+                if not isinstance(one, Zero | Scale | Steer):
                     raise InputError(
                         f"edits has {type(one).__name__}, but {cache} attends to {forward.tokens} tokens in several "
                         "parts; expected one token at a time once it is full, or another cache"
                     )
-
-    def _measure(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
-        result, record = self.measures.record(observed, result, changed)
-        self._measured.append(record)
-        return result
 
     def _step(self, observed: ObservedCall, result: Result | None) -> Result:
         """Keep one of several queries over the same keys, which are received together."""
@@ -382,12 +336,12 @@ class Observer:
             layer = Layer(observed.module, observed.group, observed.layer, observed.source, own_keys=True)
             self._stepwise.append(layer)
         layer = next(one for one in reversed(self._stepwise) if one.module == observed.module)
-        layer.add(observed, observed.step or 0, 0, None, stays=True)
+        layer.add(observed, observed.step or 0, 0, None)
         return served(observed.call) if result is None else result
 
-    def _observed(self, name: str, call: Call, keys: Tensor | None) -> ObservedCall:
+    def _observed(self, name: str, source: str, call: Call, keys: Tensor | None) -> ObservedCall:
         """A call with its place in the model and in the text."""
-        run, source, (n_queries, n_keys) = self.run, self.sources[name], (call.q.shape[2], call.k.shape[2])
+        run, n_queries, n_keys = self.run, call.q.shape[2], call.k.shape[2]
         mask, real = call.mask, run.sequences.real_target.get(n_queries)
         read = source not in ("interface", "qkv")  # from torch's functions
         if read and isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
@@ -414,11 +368,12 @@ class Observer:
         if keys is None and group in ("self", "text", "encoder", "cross", "decoder"):
             keys = (run.sequences.real_target if group == "decoder" else run.sequences.real_source).get(n_keys)
         queries = keys if group != "cross" and n_queries == n_keys else run.sequences.real_target.get(n_queries)
-        first = 0 if keys is None else keys.to(torch.int8).argmax(1)
         queries = None if steps else queries
-        observed = ObservedCall(name, group, layer, call, None, queries, keys, first, causal, source, own)
+        first = 0 if keys is None else keys.to(torch.int8).argmax(1)
+        step = 0 if steps else None
+        observed = ObservedCall(name, group, layer, call, None, queries, keys, first, causal, source, own, step)
         if steps:
-            observed = run.steps[name] = replace(observed, step=0)
+            run.steps[name] = observed
         return observed
 
     def _number(self, group: str, name: str) -> tuple[int, int]:
@@ -430,9 +385,9 @@ class Observer:
             own -= 1
         self.run.made[name] = own + 1
         key = group, name, own
-        if key not in self._numbers:
-            self._numbers[key] = sum(of == group for of, _, _ in self._numbers)
-        return own, self._numbers[key]
+        if key not in self.numbers:
+            self.numbers[key] = sum(of == group for of, _, _ in self.numbers)
+        return own, self.numbers[key]
 
     def _place(self, observed: ObservedCall) -> Placed:
         """Where the queries and keys of a call are in the text."""
@@ -444,7 +399,7 @@ class Observer:
 
     def _shared(self, name: str, shared: Shared, result: Result) -> Result:
         """Record a call whose sequence several processes share: each records the statistics of the whole sequence."""
-        if self.receive is not None or self.texts is not None:
+        if self.texts is not None or not isinstance(self.receive, Recorder):
             raise InputError(
                 f"model shares its sequence with other processes in {name}; expected a call in one process, because "
                 "only statistics are exchanged between processes"
@@ -456,27 +411,17 @@ class Observer:
                 f"inputs has padding, but {name} shares its sequence with other processes, where padding is not "
                 "supported; expected no padding"
             )
-        if names := [s.name for s in self.measures.statistics]:
-            raise InputError(
-                f"statistics has {', '.join(names)}, but {name} shares its sequence with other processes, where custom "
-                "statistics are not supported; expected none"
-            )
-        self.fired.append(name)
+        self.sources[name] = "qkv"
         self.on_call(name)
         group = "self" if shared.grid.n_queries == shared.grid.n_keys else "cross"
         _, layer = self._number(group, name)
         if self.layers is None or layer in self.layers:
-            self.group, call = shared.group, detached(shared.call)
-            mass, of_prefix = self.measures.masses(0, shared.grid.n_keys), [PrefixSinkScores(PREFIX)]
-            found = sweep(call, RowState(result.lse), mass=mass, statistics=of_prefix, shared=shared)
-            whole = mapped(replace(found, prefix_sink_scores=None), lambda x: ring.unshard(x, shared.group))
-            whole = replace(whole, prefix_sink_scores=found.prefix_sink_scores)  # every process has all of them
-            self._measured.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
+            self.receive.shared(name, group, layer, shared, result)
         return result
 
 
 def unobserved(observer: Observer) -> list[str]:
     """Attention modules without a record: modules that ran without a call, and modules that could not be read."""
     ran = {observer.names[module] for module in observer.ran}
-    silent = (set(observer.expected) & ran) - set(observer.fired)
+    silent = (set(observer.expected) & ran) - set(observer.sources)
     return sorted(silent | set(observer.unreadable))

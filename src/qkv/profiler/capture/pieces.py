@@ -1,11 +1,11 @@
-"""The calls of a layer as one call over the whole text: queries, keys, masks, biases and sinks."""
+"""Parts of a text, each read or measured at once, and the calls of a layer as one call over the whole text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,12 +29,54 @@ LOW = -1e30
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """The queries of one call, the keys that it adds, and which keys each query sees."""
+class Part:
+    """Tokens that follow each other, and what is known of them. All tensors begin with the batch."""
 
     start: int
-    """Position of the first query."""
+    """Position of the first token."""
     count: int
+    selected: int
+    """How often batch items of the text had been selected before."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    def of_items(self, items: Int[Tensor, " b"]) -> Self:
+        """The part with some batch items."""
+        return of_items(self, items)
+
+    def first(self, count: int) -> Self:
+        """The part without its last tokens."""
+        return mapped(replace(self, count=count), lambda x: x[:, :count])
+
+
+P = TypeVar("P", bound=Part)
+
+
+class Selections(list[Tensor]):
+    """The batch items that were selected while a text was read, in order."""
+
+    def present(self, parts: list[P]) -> list[P]:
+        """The parts in order, each with its batch items as they are now."""
+        found, items, at = list[P](), None, len(self)
+        for part in reversed(parts):
+            while at > part.selected:
+                at -= 1
+                items = self[at] if items is None else self[at].to(items.device)[items]
+            found.append(part if items is None else part.of_items(items))
+        return found[::-1]
+
+
+def cropped(parts: list[P], length: int) -> list[P]:
+    """The parts of the first `length` tokens."""
+    return [part if part.stop <= length else part.first(length - part.start) for part in parts if part.start < length]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece(Part):
+    """The queries of one call, the keys that it adds, and which keys each query sees."""
+
     q: Float[Tensor, "b h nq d"] | None
     """None once they are measured."""
     scores: Float[Tensor, "b h nq nk"] | None
@@ -48,22 +90,24 @@ class Piece:
     biases: tuple[Bias, ...]
     score: Score
     normalizer: Normalizer
-    norms: Float[Tensor, "b h 1 nk"] | None = None
+    norms: Float[Tensor, "b h 1 nk"] | None
     """Of the values, beside scores."""
+    padding: Bool[Tensor, "b nk"] | None
+    """True at real keys, if they are not the tokens of the text that has the queries."""
     items: Int[Tensor, " b"] | None = None
     """The batch items of the call that are kept, in order; all if None."""
 
     def of_items(self, items: Int[Tensor, " b"]) -> Piece:
-        chosen = {name: of_items(getattr(self, name), items) for name in ("q", "scores", "norms", "new", "keys_at")}
-        return replace(self, **chosen, items=items if self.items is None else of_items(self.items, items))
+        names = ("q", "scores", "norms", "new", "keys_at", "padding", "items")
+        chosen = {name: of_items(getattr(self, name), items) for name in names}
+        return replace(self, **chosen | ({"items": items} if self.items is None else {}))
 
     def first(self, count: int) -> Piece:
         """Its first queries; the keys of the others are dropped."""
         gone = self.count - count
         q, scores = (mapped(x, lambda rows: rows[:, :, :count]) for x in (self.q, self.scores))
-        return replace(
-            self, count=count, q=q, scores=scores, new=mapped(self.new, lambda x: x[:, :, : x.shape[2] - gone])
-        )
+        new = mapped(self.new, lambda x: x[:, :, : x.shape[2] - gone])
+        return replace(self, count=count, q=q, scores=scores, new=new)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -97,51 +141,143 @@ class Piece:
         """The batch items that are kept."""
         return x if self.items is None or x.shape[0] == 1 else x[self.items.to(x.device)]
 
+    def read_mask(self) -> tuple[tuple[float, float], Tensor | None, bool]:
+        """Band and visible keys of its mask, and whether these are the whole mask, aligned with the text."""
+        band, keys, others = parts(self.mask, self.grid)
+        aligned = isinstance(self.keys_at, int) and self.keys_at + self.grid.n_keys == self.stop
+        whole = aligned and not others and self.count == self.grid.n_queries
+        return band, None if keys is None else self.chosen(keys), whole
 
-Joined = dict[tuple[Any, ...], Mask | None]
-"""The masks of joined calls, which most layers of a model share."""
 
-
-def joined_call(
-    waiting: list[Piece], pieces: list[Piece], n_keys: int, joined: Joined, *, cross: bool
-) -> tuple[Call, Tensor | None]:
-    """Several calls as one over the keys of the text, and which of its queries were recorded; None if all were.
+class Joint:
+    """Calls of a layer, each with its queries or each with its scores, as one call over the keys of the text.
 
     Args:
-        waiting: the calls, each with its queries, or each with its scores.
-        pieces: all calls of the layer, which have the keys.
+        pieces: the calls, in order.
         n_keys: the number of keys of the text.
-        joined: masks of joined calls that other layers have.
         cross: the keys are not the tokens of the text that has the queries.
+        bins: the rows begin at a multiple of their bin, if they are pooled to at most so many.
     """
-    one, start, stop = waiting[0], waiting[0].start, waiting[-1].start + waiting[-1].count
-    counted: Tensor | None = None
-    if sum(p.count for p in waiting) < stop - start:
-        counted = torch.zeros(stop - start, dtype=torch.bool)
-        for p in waiting:
-            counted[p.start - start : p.start - start + p.count] = True
 
-    def rows(of: Callable[[Piece], Tensor], empty: float = 0) -> Tensor:
-        found = _stacked([of(p) for p in waiting])
-        if counted is None:
+    def __init__(self, pieces: list[Piece], n_keys: int, *, cross: bool, bins: int = 0) -> None:
+        self.pieces, self.n_keys, self.cross = pieces, n_keys, cross
+        self.start, self.stop = pieces[0].start, pieces[-1].stop
+        size = 1
+        while bins and self.stop - self.start + self.start % size > bins * size:
+            size *= 2
+        self.start -= self.start % size
+        self.recorded = torch.zeros(self.stop - self.start, dtype=torch.bool)
+        """False at queries that are in none of the calls."""
+        for p in pieces:
+            self.recorded[p.start - self.start : p.stop - self.start] = True
+        self.rows: list[int] = (self.start + self.recorded.nonzero()[:, 0]).tolist()
+        """Positions of the queries that are in one."""
+
+    def call(self, pieces: list[Piece], masks: dict[tuple[Any, ...], Mask | None]) -> Call:
+        """The call.
+
+        Args:
+            pieces: all calls of the layer, which have the keys.
+            masks: of the joined calls of other layers, most of which are the same.
+        """
+        one = self.pieces[0]
+        alone = len(self.pieces) == 1 and one.items is None and one.keys_at == 0 and one.grid.n_keys == self.n_keys
+        alone = alone and self.start == one.start
+        key = (self.start, self.stop, self.n_keys, *(p.key for p in self.pieces))
+        if not alone and key not in masks:
+            masks[key] = self._mask()
+        mask = one.mask if alone else masks[key]
+        if one.q is not None:
+            new = [p.new for p in pieces if p.new is not None]
+            keys, values = (torch.cat(x, 2)[:, :, : self.n_keys] for x in zip(*new, strict=True))
+            biases = one.biases if alone else self._biases()
+            return Call.of(self._stacked(lambda p: p.q), keys, values, mask, biases, one.score, self._normalizer())
+        scores = self._stacked(lambda p: p.pairs(p.scores, self.n_keys, LOW), LOW)  # type: ignore[arg-type]
+        softmax = isinstance(one.normalizer, SumToOne) and one.normalizer.has_lse
+        return of_pairs(scores, mask, self._normalizer().with_temperature(1.0) if softmax else AsGiven())
+
+    def norms(self) -> Float[Tensor, "b h nk"] | None:
+        """The norms of the values of all keys, where there are scores; None if a cache has changed the values, too."""
+        known = [p.norms for p in self.pieces if p.norms is not None]
+        if len(known) < len(self.pieces):
+            return None
+        found = torch.stack(
+            [p.pairs(x, self.n_keys, torch.nan)[:, :, 0] for p, x in zip(self.pieces, known, strict=True)]
+        )
+        least, most = found.nan_to_num(torch.inf).amin(0), found.nan_to_num(-torch.inf).amax(0)
+        return None if bool((most - least > 1e-5 * most).any()) else most.clamp(min=0)
+
+    def _stacked(self, of: Callable[[Piece], Any], empty: float = 0) -> Tensor:
+        """Rows of all calls one after another; their batches and heads of size 1 broadcast."""
+        rows: list[Tensor] = [of(p) for p in self.pieces]
+        shape = torch.broadcast_shapes(*(x.shape[:2] for x in rows))
+        found = torch.cat([x.expand(*shape, *x.shape[2:]) for x in rows], 2)
+        if bool(self.recorded.all()):
             return found
-        whole = found.new_full((*found.shape[:2], stop - start, found.shape[3]), empty)
-        return whole.index_copy_(2, counted.nonzero()[:, 0].to(found.device), found)
+        whole = found.new_full((*shape, len(self.recorded), found.shape[3]), empty)
+        return whole.index_copy_(2, self.recorded.nonzero()[:, 0].to(found.device), found)
 
-    alone = len(waiting) == 1 and one.items is None and one.keys_at == 0 and one.grid.n_keys == n_keys
-    key = (start, stop, n_keys, *(p.key for p in waiting))
-    if not alone and key not in joined:
-        joined[key] = joined_mask(waiting, start, stop, n_keys, cross=cross, rows=rows)
-    mask = one.mask if alone else joined[key]
-    if one.q is not None:
-        keys, values = (torch.cat([p.new[i] for p in pieces if p.new is not None], 2)[:, :, :n_keys] for i in (0, 1))
-        biases = one.biases if alone else _joined_biases(waiting, n_keys, rows)
-        queries, normalizer = rows(lambda p: p.q), _joined_normalizer(waiting, rows)  # type: ignore[arg-type, return-value]
-        return Call.of(queries, keys, values, mask, biases, one.score, normalizer), counted
-    scores = rows(lambda p: p.pairs(p.scores, n_keys, LOW), LOW)  # type: ignore[arg-type]
-    softmax = isinstance(one.normalizer, SumToOne) and one.normalizer.has_lse
-    normalizer = _joined_normalizer(waiting, rows).with_temperature(1.0) if softmax else AsGiven()
-    return of_pairs(scores, mask, normalizer), counted
+    def _mask(self) -> Mask | None:
+        """The mask: in linear memory if those of the calls are causal, with a window and padding or without."""
+        largest = max(self.pieces, key=lambda p: p.count)
+        device = largest.grid.device
+        bands = [m for m in (() if largest.mask is None else largest.mask.factors()) if m.band is not None]
+        if largest.count == 1 and not self.cross and not bands:
+            bands = [Causal()]
+        read = [p.read_mask() for p in self.pieces]
+        batch = max([1, *(len(keys) for _, keys, _ in read if keys is not None)])
+        real = torch.ones(batch, self.n_keys, dtype=torch.bool, device=device)
+        for p, (_, keys, _) in zip(self.pieces, read, strict=True):
+            if keys is not None and isinstance(p.keys_at, int):
+                part = real[:, p.keys_at : p.keys_at + keys.shape[1]]
+                part.copy_(keys[:, : part.shape[1]])
+        factors = [*bands, *([] if bool(real.all()) else [Dense(real[:, None, None])])]
+        mask = reduce(lambda a, b: a & b, factors) if factors else None
+        items = len(next(x for x in (self.pieces[0].q, self.pieces[0].scores) if x is not None))
+        start = 0 if self.cross else self.start
+        grid = Grid(max(batch, items), 1, len(self.recorded), self.n_keys, start, device)
+        band = parts(mask, grid)[0]
+
+        def agrees(p: Piece, read: tuple[tuple[float, float], Tensor | None, bool]) -> bool:
+            of_piece, keys, known = read
+            if known and p.count * self.n_keys > FEW:
+                here = real[:, p.keys_at :][:, : p.grid.n_keys]
+                return of_piece == band and bool((here if keys is None else here == keys).all())
+            want = torch.ones(1, 1, p.count, self.n_keys, dtype=torch.bool, device=device)
+            if mask is not None:
+                at = slice(p.start - self.start, p.stop - self.start)
+                want = mask.visible(Region(at, slice(0, self.n_keys)), grid)
+            return bool((p.visible(self.n_keys) == want).all())
+
+        if all(map(agrees, self.pieces, read)):
+            return mask
+        return Dense(self._stacked(lambda p: p.visible(self.n_keys), False))
+
+    def _biases(self) -> tuple[Bias, ...]:
+        """The biases of the calls: tensors row by row, and others as they are, which know positions."""
+        if len({tuple(type(bias) for bias in p.biases) for p in self.pieces}) > 1:
+            raise InputError("model adds other biases in some forwards than in others, so that they cannot be joined")
+
+        def rows(i: int, p: Piece) -> Tensor:
+            x = p.biases[i].tensor  # type: ignore[attr-defined]
+            return p.pairs(p.chosen(x.expand(*x.shape[:2], p.grid.n_queries, p.grid.n_keys)), self.n_keys)
+
+        return tuple(
+            TensorBias(self._stacked(lambda p, i=i: rows(i, p))) if isinstance(bias, TensorBias) else bias  # type: ignore[misc]
+            for i, bias in enumerate(self.pieces[0].biases)
+        )
+
+    def _normalizer(self) -> Normalizer:
+        """The normalizer of the calls: sinks of queries row by row."""
+        one = self.pieces[0].normalizer
+        if not isinstance(one, SumToOne) or not isinstance(one.sink, Tensor) or one.sink.ndim < 3:
+            return one
+
+        def rows(p: Piece) -> Tensor:
+            sink: Any = getattr(p.normalizer, "sink", None)
+            return p.chosen(sink)[..., None].expand(-1, -1, p.count, -1)
+
+        return one.with_sink(self._stacked(rows)[..., 0])
 
 
 def scores_of(call: Call) -> Float[Tensor, "b h nq nk"]:
@@ -154,102 +290,3 @@ def scores_of(call: Call) -> Float[Tensor, "b h nq nk"]:
     if isinstance(call.user.normalizer, Pointwise) or made.lse is None:
         return made.weights
     return (made.weights.log() + made.lse[..., None]).nan_to_num(LOW, LOW, LOW)
-
-
-def joined_norms(pieces: list[Piece], n_keys: int) -> Float[Tensor, "b h nk"] | None:
-    """The norms of the values of all keys; None if a cache has changed the values, too."""
-    found: Tensor | None = None
-    for p in pieces:
-        if p.norms is None:
-            return None
-        known = p.pairs(p.norms, n_keys, torch.nan)[:, :, 0]
-        if found is not None and not bool(
-            ((found - known).abs() <= 1e-5 * known).logical_or((found - known).isnan()).all()
-        ):
-            return None
-        found = known if found is None else torch.where(known.isnan(), found, known)
-    return None if found is None else found.nan_to_num(0)
-
-
-def _stacked(rows: list[Tensor]) -> Tensor:
-    """Rows one after another; their dimensions of size 1 broadcast."""
-    shape = torch.broadcast_shapes(*(x.shape[:2] for x in rows))
-    return torch.cat([x.expand(*shape, *x.shape[2:]) for x in rows], 2)
-
-
-def joined_mask(
-    pieces: list[Piece], start: int, stop: int, n_keys: int, *, cross: bool, rows: Callable[..., Tensor]
-) -> Mask | None:
-    """The mask of several calls as one: in linear memory if they are causal, with a window and padding or without."""
-    largest = max(pieces, key=lambda p: p.count)
-    device = largest.grid.device
-    bands = [m for m in (() if largest.mask is None else largest.mask.factors()) if m.band is not None]
-    if largest.count == 1 and not cross and not bands:
-        bands = [Causal()]
-    read = [_read(p) for p in pieces]
-    batch = max([1, *(len(keys) for _, keys, _ in read if keys is not None)])
-    real = torch.ones(batch, n_keys, dtype=torch.bool, device=device)
-    for p, (_, keys, _) in zip(pieces, read, strict=True):
-        if keys is not None and isinstance(p.keys_at, int):
-            part = real[:, p.keys_at : p.keys_at + keys.shape[1]]
-            part.copy_(keys[:, : part.shape[1]])
-    factors = [*bands, *([] if bool(real.all()) else [Dense(real[:, None, None])])]
-    mask = reduce(lambda a, b: a & b, factors) if factors else None
-    items = len(pieces[0].q if pieces[0].q is not None else pieces[0].scores)  # type: ignore[arg-type]
-    grid = Grid(max(batch, items), 1, stop - start, n_keys, 0 if cross else start, device)
-    band = parts(mask, grid)[0]
-    for p, (of_piece, keys, known) in zip(pieces, read, strict=True):
-        if known and p.count * n_keys > FEW:
-            whole = torch.ones_like(real[:, : p.grid.n_keys]) if keys is None else keys
-            if of_piece != band or not bool((whole == real[:, p.keys_at :][:, : p.grid.n_keys]).all()):
-                break
-            continue
-        at = slice(p.start - start, p.start - start + p.count)
-        want = torch.ones(1, 1, p.count, n_keys, dtype=torch.bool, device=device)
-        if mask is not None:
-            want = mask.visible(Region(at, slice(0, n_keys)), grid)
-        if not bool((p.visible(n_keys) == want).all()):
-            break
-    else:
-        return mask
-    return Dense(rows(lambda p: p.visible(n_keys), False))
-
-
-def _read(piece: Piece) -> tuple[tuple[float, float], Tensor | None, bool]:
-    """Band and visible keys of the mask of a piece, and whether these are the whole mask, aligned with the text."""
-    band, keys, others = parts(piece.mask, piece.grid)
-    keys = None if keys is None else piece.chosen(keys)
-    aligned = isinstance(piece.keys_at, int) and piece.keys_at + piece.grid.n_keys == piece.start + piece.count
-    return band, keys, aligned and not others and piece.count == piece.grid.n_queries
-
-
-def _joined_biases(pieces: list[Piece], n_keys: int, rows: Callable[..., Tensor]) -> tuple[Bias, ...]:
-    """The biases of several calls as one: tensors row by row, and others as they are, which know positions."""
-    kinds = {tuple(type(bias) for bias in p.biases) for p in pieces}
-    found: list[Bias] = []
-    for i, bias in enumerate(pieces[0].biases):
-        if len(kinds) > 1:
-            raise InputError("model adds other biases in some forwards than in others, so that they cannot be joined")
-        if not isinstance(bias, TensorBias):
-            found.append(bias)
-            continue
-        found.append(TensorBias(rows(lambda p, i=i: p.pairs(p.chosen(_whole(p.biases[i].tensor, p.grid)), n_keys))))
-    return tuple(found)
-
-
-def _joined_normalizer(pieces: list[Piece], rows: Callable[..., Tensor]) -> Normalizer:
-    """The normalizer of several calls as one: sinks of queries row by row."""
-    one = pieces[0].normalizer
-    if not isinstance(one, SumToOne) or not isinstance(one.sink, Tensor) or one.sink.ndim < 3:
-        return one
-
-    def sinks(p: Piece) -> Tensor:
-        assert isinstance(p.normalizer, SumToOne)
-        assert isinstance(p.normalizer.sink, Tensor)
-        return p.chosen(p.normalizer.sink)[..., None].expand(-1, -1, p.count, -1)
-
-    return one.with_sink(rows(sinks)[..., 0])
-
-
-def _whole(x: Tensor, grid: Grid) -> Tensor:
-    return x.expand(*x.shape[:2], grid.n_queries, grid.n_keys)

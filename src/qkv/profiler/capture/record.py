@@ -9,8 +9,12 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from qkv.engine import Call, Result, at_least_float32, detached
+from qkv import ring
+from qkv.engine import Call, Result, RowState, Shared, at_least_float32, detached
+from qkv.errors import InputError
+from qkv.huggingface.attention import is_causal
 from qkv.kernels import eager, serve, serving
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne
@@ -100,7 +104,7 @@ class Measures:
         return {s.name: s.mask for s in (Local(self.local_window), Streaming(first, n_keys))}
 
     def of(
-        self, observed: ObservedCall, result: Result | None = None, norms: Tensor | None = None, *, whole: bool = True
+        self, observed: ObservedCall, result: Result | None = None, norms: Tensor | None = None
     ) -> tuple[Result, Statistics, Tensor | None]:
         """Result, statistics, and the weights of a short call.
 
@@ -108,7 +112,6 @@ class Measures:
             observed: the call.
             result: its result, if it has been computed.
             norms: the norms of its values, without which there is no ``first_contribution``.
-            whole: the call has all queries of the text, and not only some of them, which have no small map.
         """
         call = detached(observed.call)
         options: dict[str, Any] = {
@@ -118,7 +121,7 @@ class Measures:
         }
         of_prefix = PrefixSinkScores(PREFIX)
         longest = max(call.q.shape[2], call.k.shape[2])
-        short, pooled = longest <= self.map_tokens, whole and self.map_bins > 0
+        short, pooled = longest <= self.map_tokens, self.map_bins > 0
         further: dict[str, Any] = {
             "bins": longest if short else self.map_bins if pooled else None,  # a bin of one pair has its weight
             "statistics": (*UNFUSED, *self.statistics, of_prefix),
@@ -173,6 +176,34 @@ class Measures:
 Receive = Callable[[ObservedCall, Result | None, Mapping[int, Call]], Result]
 """Receives an observed call, its result after the edits, and the calls of single heads whose weights an edit changed;
 returns the result. If the result is None, the receiver computes it."""
+
+
+class Recorder:
+    """Receives the calls of one forward, and measures them together with their results."""
+
+    def __init__(self, measures: Measures | None = None) -> None:
+        self.measures, self.records = measures or Measures(), list[Record]()
+        self.group: ProcessGroup | None = None
+        """The processes that share the sequence, if there are several."""
+
+    def __call__(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
+        result, record = self.measures.record(observed, result, changed)
+        self.records.append(record)
+        return result
+
+    def shared(self, name: str, group: str, layer: int, shared: Shared, result: Result) -> None:
+        """Measure a call that several processes make together: each records the statistics of the whole sequence."""
+        if names := [s.name for s in self.measures.statistics]:
+            raise InputError(
+                f"statistics has {', '.join(names)}, but {name} shares its sequence with other processes, where custom "
+                "statistics are not supported; expected none"
+            )
+        self.group, call = shared.group, detached(shared.call)
+        mass, of_prefix = self.measures.masses(0, shared.grid.n_keys), [PrefixSinkScores(PREFIX)]
+        found = sweep(call, RowState(result.lse), mass=mass, statistics=of_prefix, shared=shared)
+        whole = mapped(replace(found, prefix_sink_scores=None), lambda x: ring.unshard(x, shared.group))
+        whole = replace(whole, prefix_sink_scores=found.prefix_sink_scores)  # every process has all of them
+        self.records.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
 
 
 def served(call: Call) -> Result:

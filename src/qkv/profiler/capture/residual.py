@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from qkv.engine import at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
-from qkv.profiler.capture.datasets import joined
+from qkv.profiler.capture.datasets import Arrays, joined
 from qkv.profiler.capture.intercept import is_attention, unwatched
 
 if TYPE_CHECKING:
@@ -240,19 +240,17 @@ def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
 
 
 def _dataset(stack: str, texts: list[list[dict[str, Tensor]]]) -> xr.Dataset:
-    import xarray as xr
-
     parts = []
     for text in texts:
         values = {name: np.array([state[name].cpu().numpy() for state in text])[None] for name in text[0]}
         with np.errstate(divide="ignore", invalid="ignore"):
             values["ratio"] = values["largest"][..., 0] / values["median"]
             values["first_ratio"] = values["first"] / values["median"]
-        parts.append(xr.Dataset(
+        parts.append(Arrays(
             {name: (dims, values[name], {"units": units, "definition": definition})
              for name, (dims, units, definition) in VARIABLES.items()},
-            coords={"depth": np.arange(len(text)), "n_tokens": ("text", [len(text[0]["norm"])])},
-            attrs={"stack": stack, "massive_above": MASSIVE, "massive_times_median": TIMES_MEDIAN},
+            {"depth": ("depth", np.arange(len(text))), "n_tokens": ("text", [len(text[0]["norm"])])},
+            {"stack": stack, "massive_above": MASSIVE, "massive_times_median": TIMES_MEDIAN},
         ))  # fmt: skip
     data = joined(parts)
     data.variables["depth"].attrs["definition"] = "0: input of the first layer; i: output of the i-th layer"

@@ -7,22 +7,38 @@ tell which items were selected. Everything else is told from the keys: an item t
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.profiler.capture.caches import Stored, located
-from qkv.profiler.capture.layer import Layer, in_order
-from qkv.profiler.capture.pieces import Piece
+from qkv.profiler.capture.inputs import Sequences
+from qkv.profiler.capture.layer import Layer, Moment
+from qkv.profiler.capture.pieces import Part, Selections, cropped
 from qkv.profiler.capture.record import Measures, ObservedCall, Record, of_items
 
 OF_TEXT = ("self", "text", "decoder")
 """Groups whose queries and keys are the tokens of the text."""
+T = TypeVar("T")
+Key = tuple[str, str, int]
+"""Group and module of a layer, and the number of the module's call in its forward."""
+
+
+@dataclass(frozen=True, eq=False)
+class Read(Part):
+    """Tokens that a forward reads."""
+
+    ids: Int[Tensor, "b n"] | None
+    """None if they are not known, as those of an image."""
+    real: Bool[Tensor, "b n"] | None = None
+    """True at real tokens; None if all are real."""
 
 
 @dataclass(eq=False)
@@ -30,16 +46,15 @@ class Sequence:
     """The layers of one text, and its tokens. A text of an encoder and that of its decoder are one sequence."""
 
     measures: Measures
-    layers: dict[tuple[str, str, int], Layer] = field(default_factory=dict)
-    """By group, module, and the number of the module's call in its forward."""
-    source: list[Tensor] = field(default_factory=list)
-    """Token ids; a tensor of one dimension where the batch was reordered."""
-    target: list[Tensor] = field(default_factory=list)
-    real: list[Tensor] = field(default_factory=list)
-    """True at real tokens, of the decoder if there are two texts; empty while all are real."""
+    layers: dict[Key, Layer] = field(default_factory=dict)
+    heads: dict[tuple[Key, int], Layer] = field(default_factory=dict)
+    """The same layers with other weights, of which one head is used: that whose weights an edit has changed."""
+    text: list[Read] = field(default_factory=list)
+    """What was read, by the decoder if there are two texts."""
+    encoded: list[Tensor] = field(default_factory=list)
+    """Token ids that an encoder has read."""
+    selections: Selections = field(default_factory=Selections)
     two: bool = False
-    tokens: int = 0
-    """Number of tokens read so far, by the decoder if there are two texts."""
     batch: int = 0
     forwards: int = 0
     """Number of forwards that were recorded, of `reads` in all."""
@@ -54,7 +69,7 @@ class Sequence:
     """Positions of the keys in each layer of the cache that was pruned."""
     apart: set[int] = field(default_factory=set)
     """Layers of the cache that hold no tokens of the text, such as those of an image."""
-    cached: dict[int, tuple[str, str, int]] = field(default_factory=dict)
+    cached: dict[int, Key] = field(default_factory=dict)
     """The keys of the layers by their number in the cache."""
 
     def fork(self) -> Sequence:
@@ -62,49 +77,56 @@ class Sequence:
         own: dict[str, Any] = {
             name: copy(value) for name, value in vars(self).items() if isinstance(value, list | dict | set)
         }
-        own["layers"] = {key: layer.fork() for key, layer in self.layers.items()}
+        for name in ("layers", "heads"):
+            own[name] = {key: layer.fork() for key, layer in own[name].items()}
         return replace(self, **own)
 
     @property
-    def read(self) -> list[Tensor]:
-        """The tokens of the text that grows."""
-        return self.target if self.two else self.source
+    def tokens(self) -> int:
+        """Number of tokens read so far."""
+        return self.text[-1].stop if self.text else 0
+
+    @property
+    def nameless(self) -> int:
+        """The number of tokens whose ids are not known."""
+        return sum(x.count for x in self.text if x.ids is None)
 
     @property
     def sources_read(self) -> int:
         """The number of texts or sounds of the encoder."""
-        read = [len(x) for x in self.source] if self.two else []
+        read = [len(x) for x in self.encoded]
         made = [len(x.made.statistics.entropy) for x in self.layers.values() if x.group == "encoder" and x.made]
         return max(read + made, default=1)
 
     @property
-    def places(self) -> set[tuple[str, str, int]]:
+    def places(self) -> set[Key]:
         """Group, module and number of the layers in which the text attended to itself."""
-        return {(x.group, x.module, x.number) for x in self._chosen(None) if x.group in OF_TEXT}
+        return {(x.group, x.module, x.number) for x in self.chosen(None).values() if x.group in OF_TEXT}
 
     # --- what a forward reads -----------------------------------------------------------------------------------------
 
-    def reads_tokens(self, n: int, batch: int) -> None:
-        if self.real:
-            self.real.append(torch.ones(batch, n, dtype=torch.bool, device=self.real[0].device))
-        self.tokens, self.batch = self.tokens + n, batch
-
     def marks(self, real: Bool[Tensor, "b n"]) -> None:
         """Of the newest tokens, some are padding."""
-        if self.real:
-            self.real.pop()
-        elif bool(real.all()):
-            return
-        elif (before := self.tokens - real.shape[1]) > 0:
-            self.real.append(torch.ones(len(real), before, dtype=torch.bool, device=real.device))
-        self.real.append(real)
+        if not bool(real.all()):
+            self.text[-1] = replace(self.text[-1], real=real)
 
-    def layer(self, observed: ObservedCall) -> Layer:
+    def key_of(self, observed: ObservedCall) -> Key:
+        """The key of the layer of a call."""
         key = observed.group, observed.module, observed.own
         if key not in self.layers:
             number = sum(group == observed.group for group, _, _ in self.layers)
             self.layers[key] = Layer(observed.module, observed.group, number, observed.source)
-        return self.layers[key]
+        return key
+
+    def add(self, key: Key, observed: ObservedCall, changed: Mapping[int, Call], *where: Any, **how: Any) -> None:
+        """Add the queries of a call to its layer, as `Layer.add`; `changed` are the calls of edited heads."""
+        for head in changed:
+            self.heads.setdefault((key, head), self.layers[key].fork())
+        how["selected"] = len(self.selections)
+        self.layers[key].add(observed, *where, **how)
+        for (of, head), layer in self.heads.items():
+            if of == key:
+                layer.add(replace(observed, call=changed.get(head, observed.call)), *where, **how)
 
     def keys_at(self, n_keys: int, before: int, n: int, index: int | None) -> int | Tensor:
         """Positions of the keys of a call with all new tokens; the position of the first if they follow each other.
@@ -129,25 +151,22 @@ class Sequence:
 
     # --- what becomes of the cache ------------------------------------------------------------------------------------
 
-    def reorder(self, items: Int[Tensor, " b"]) -> None:
-        """Select batch items, as beam search does."""
-        for layer in self.layers.values():
-            if layer.group in (*OF_TEXT, "cross"):  # all beams of an item share the rest
-                layer.reorder(items)
-        for parts in (self.read, self.real):
-            if parts:
-                parts.append(items)
+    def select(self, items: Int[Tensor, " b"]) -> None:
+        """Select batch items, as beam search does. (All beams of an item share what an encoder has read.)"""
+        self.selections.append(items)
         self.kept = {i: at[items.to(at.device)] for i, at in self.kept.items()}
         self.batch = len(items)
 
     def crop(self, length: int) -> None:
-        """Remove the tokens after the first `length`, as assisted generation does with tokens that are rejected."""
-        for layer in self.layers.values():
+        """Remove the tokens after the first `length`, as assisted generation does with tokens that are rejected.
+
+        Raises:
+            InputError: if they are measured together with earlier ones.
+        """
+        for layer in (*self.layers.values(), *self.heads.values()):
             if layer.group in (*OF_TEXT, "cross"):
                 layer.crop(length)
-        for parts in (self.read, self.real):
-            _cut(parts, length)
-        self.tokens = length
+        self.text = cropped(self.text, length)
 
     def remember(self, found: dict[int, Stored]) -> None:
         """A forward has ended, and its cache holds these keys.
@@ -167,7 +186,7 @@ class Sequence:
         """
         length = max((one.length for i, one in found.items() if i not in self.apart), default=0)
         if items is not None:
-            self.reorder(items)
+            self.select(items)
         elif length < self.tokens and not self.kept:
             self.crop(length)
         self.remember(found)
@@ -203,11 +222,11 @@ class Sequence:
                 "round or rotate keys, so that it is not known which tokens they belong to; expected one that keeps "
                 "keys as the model computes them, such as DynamicCache"
             )
-        items, real = None, self.ids(self.real)
+        items, real = None, self.real()
         places: dict[int, Tensor] = {}
         of_text = (set(found) & set(self.cached)) - self.apart
         for i in sorted(of_text, reverse=True):  # keys of deep layers tell the most
-            known, one = self.layers[self.cached[i]].keys(), found[i]
+            known, one = self.layers[self.cached[i]].keys(self.selections), found[i]
             known = known if items is None else known[items.to(known.device)]
             at = self.kept.get(i)
             at = at if at is None or items is None else at[items.to(at.device)]
@@ -230,7 +249,7 @@ class Sequence:
 
         whole = all(newest(i, place) for i, place in places.items())
         if len(items) != self.batch or not torch.equal(items, torch.arange(len(items))):
-            self.reorder(items)
+            self.select(items)
         if whole and length < self.tokens and not self._is_next(positions, length):
             self.crop(length)
         elif not whole or length < self.tokens:
@@ -242,53 +261,88 @@ class Sequence:
         to its first keys, and not cropped."""
         if positions is None or positions.ndim != 2:
             return False
-        real = self.ids(self.real)
+        real = self.real()
         real = torch.ones(1, self.tokens, dtype=torch.bool) if real is None else real
         first, all_ = positions[:, 0].cpu(), real.sum(1)
         return bool((first == all_).all()) and not bool((first == real[:, :length].sum(1)).all())
 
-    def at(self, length: int) -> Int[Tensor, "b n"] | None:
-        """The tokens of all batch items as they were after `length` tokens."""
-        return self.ids(_until(self.read, length))
+    # --- what is in a profile -----------------------------------------------------------------------------------------
+
+    def ids(self, length: int | None = None) -> Int[Tensor, "b n"] | None:
+        """The token ids of every batch item, as it is now or as it was after `length` tokens; None if not known."""
+        past = [x for x in self.text if length is None or x.stop <= length]
+        if length is not None and (not past or past[-1].stop != length):
+            return None  # no forward ended there
+        selections = self.selections if length is None else Selections(self.selections[: past[-1].selected])
+        found = [x.ids.cpu() for x in selections.present(past) if x.ids is not None]
+        return torch.cat(found, 1) if found else None
+
+    def real(self) -> Bool[Tensor, "b n"] | None:
+        """True at real tokens of every batch item as it is now; None if all are real."""
+        if all(x.real is None for x in self.text):
+            return None
+        parts = [(x.count, x.real) for x in self.selections.present(self.text)]
+        whole = torch.ones(max(len(real) for _, real in parts if real is not None), 1, dtype=torch.bool)
+        return torch.cat([whole.expand(-1, n) if real is None else real.cpu() for n, real in parts], 1)
+
+    def read(self) -> Sequences:
+        """The tokens of the text, or of both texts."""
+        ids, encoded = self.ids(), torch.cat([x.cpu() for x in self.encoded], 1) if self.encoded else None
+        return Sequences(encoded, ids, two=True) if self.two else Sequences(ids if encoded is None else encoded)
 
     def as_of(self, length: int, item: int) -> Sequence | None:
         """A copy as it was after `length` tokens, with one of the batch items of that time; None if it is not known."""
-        past, ids = self.fork(), self.at(length)
-        if ids is None or ids.shape[1] != length:
+        past, ids = self.fork(), self.ids(length)
+        try:
+            past.crop(length)
+        except InputError:
             return None
+        if ids is None:
+            return None
+        batch = len(ids)
+
+        def of_source(x: T, n: int) -> T:  # all beams of an item share what an encoder has read
+            return of_items(x, torch.tensor([item * n // batch]))
+
         for layer in past.layers.values():
-            if layer.group in (*OF_TEXT, "cross"):
-                for one in (layer, *layer.heads.values()):
-                    one.pieces, one.measured = _until(one.pieces, length), _until(one.measured, length)
-                if any(not isinstance(part, Tensor) and part[0][-1] >= length for part in layer.measured):
-                    return None
-            elif layer.made is not None:  # all beams of an item share what an encoder has read
-                items = len(layer.made.statistics.entropy)
-                layer.made = of_items(layer.made, torch.tensor([item * items // len(ids)]))
-        if past.two:
-            past.target = _until(past.target, length)
-            past.source = [x[item * len(x) // len(ids)][None] for x in past.source]
-        else:
-            past.source = _until(past.source, length)
-        past.real, past.tokens = _until(past.real, length), length
-        past.reorder(torch.tensor([item]))
+            if layer.made is not None and layer.group not in (*OF_TEXT, "cross"):
+                layer.made = of_source(layer.made, len(layer.made.statistics.entropy))
+        past.encoded = [of_source(x, len(x)) for x in past.encoded]
+        del past.selections[past.text[-1].selected :]
+        past.select(torch.tensor([item]))
         return past
 
-    # --- what is in a profile -----------------------------------------------------------------------------------------
+    def chosen(self, layers: Collection[int] | None) -> dict[Key, Layer]:
+        """The layers with these numbers, of all if None, of which something was recorded."""
+        found = {key: x for key, x in self.layers.items() if x.made is not None or x.pieces or x.measured}
+        return {key: x for key, x in found.items() if layers is None or x.number in layers}
 
-    def ids(self, parts: list[Tensor]) -> Int[Tensor, "b n"] | None:
-        """The token ids of every batch item as it is now."""
-        found = in_order(parts, of_items)
-        return torch.cat([x.cpu() for x in found], 1) if found else None
+    def records(self, layers: Collection[int] | None) -> list[Record]:
+        """The whole rows of the layers with these numbers, of all if None."""
+        now = self._now()
+        records = {key: layer.record(now) for key, layer in self.chosen(layers).items()}
+        for (key, head), layer in self.heads.items():
+            if key in records:
+                records[key] = records[key].with_head(head, layer.record(now))
+        return [*records.values()]
 
-    def records(self, layers: Any) -> list[Record]:
-        """The whole rows of the layers, of all if None."""
-        real, joined = self.ids(self.real), dict[Any, Any]()
-        return [layer.record(self.measures, real, self.tokens, joined) for layer in self._chosen(layers)]
+    def settle(self, layers: Collection[int] | None) -> None:
+        """Measure all of the layers with these numbers, because no forward continues the text."""
+        chosen = self.chosen(layers).values()
+        for layer, record in zip(chosen, self.records(layers), strict=True):
+            layer.made, layer.pieces, layer.measured = record, [], []
+        self.heads.clear()
 
-    def _chosen(self, layers: Any) -> list[Layer]:
-        found = [x for x in self.layers.values() if x.made is not None or x.pieces or x.measured]
-        return [x for x in found if layers is None or x.number in layers]
+    def measure(self) -> None:
+        """Measure what would take too much memory to keep."""
+        full = [x for x in (*self.layers.values(), *self.heads.values()) if x.made is None and x.full]
+        now = self._now() if full else None
+        for layer in full:
+            assert now is not None
+            layer.measure(now)
+
+    def _now(self) -> Moment:
+        return Moment(self.measures, self.tokens, self.selections, self.real())
 
     @property
     def items(self) -> int:
@@ -296,42 +350,4 @@ class Sequence:
         return max([self.batch, *(len(x.made.statistics.entropy) for x in self.layers.values() if x.made is not None)])
 
     def held_numbers(self) -> int:
-        return sum(p.new[0].numel() for x in self.layers.values() for p in x.pieces if isinstance(p, Piece) and p.new)
-
-    def settle(self, layers: Any) -> None:
-        """Measure everything: no forward continues the text."""
-        for layer, record in zip(self._chosen(layers), self.records(layers), strict=True):
-            layer.made = record
-            layer.pieces, layer.measured = [], []
-
-    def measure(self) -> None:
-        """Measure what would take too much memory to keep."""
-        full = [layer for layer in self.layers.values() if layer.made is None and layer.full]
-        real, joined = self.ids(self.real) if full else None, dict[Any, Any]()
-        for layer in full:
-            layer.measure(self.measures, real, joined)
-
-
-def _until(parts: list[Any], length: int) -> list[Any]:
-    """The parts up to the one with which there are `length` tokens."""
-    count = 0
-    for i, part in enumerate(parts):
-        if isinstance(part, Tensor) and part.ndim == 1:
-            continue
-        if isinstance(part, Tensor):
-            count += part.shape[1]
-        else:
-            count = part.start + part.count if isinstance(part, Piece) else part[0][-1] + 1
-        if count >= length:
-            return parts[: i + 1]
-    return list(parts)
-
-
-def _cut(parts: list[Tensor], length: int) -> None:
-    """Remove what is after the first tokens."""
-    kept, count = [], 0
-    for part in parts:
-        some = part[:, : max(0, length - count)] if part.ndim == 2 else part
-        count += some.shape[1] if part.ndim == 2 else 0
-        kept.append(some)
-    parts[:] = kept
+        return sum(p.new[0].numel() for x in self.layers.values() for p in x.pieces if p.new)

@@ -20,7 +20,7 @@ from qkv.profiler.capture.caches import is_known, keeps, keeps_all, listening, l
 from qkv.profiler.capture.inputs import Sequences, sequences_of
 from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.record import Measures, ObservedCall
-from qkv.profiler.capture.sequence import OF_TEXT, Sequence
+from qkv.profiler.capture.sequence import OF_TEXT, Read, Sequence
 
 HELD_AFTER = 2**25
 """So many numbers of texts whose cache is gone are held at most, in case that a copy of the cache continues them."""
@@ -72,9 +72,9 @@ class Forward:
         index = getattr(module, "layer_idx", None)
         if self.cache is not None and not is_known(self.cache) and start:
             old = observed.call.user.k[:, :, : n_keys - self.tokens]
-            layer = sequence.layer(observed)
+            keys = sequence.layers[sequence.key_of(observed)].keys(sequence.selections)
             first = start - old.shape[2]
-            _, at = located(old, layer.keys(), None, first, sequence.ids(sequence.real))
+            _, at = located(old, keys, None, first, sequence.real())
             if bool((at == torch.arange(first, start, device=at.device)).all()):
                 return first, True
             new = torch.arange(start, start + self.tokens, device=at.device).expand(*at.shape[:2], self.tokens)
@@ -92,7 +92,7 @@ class Forward:
             raise self.lost
         self.sees(observed)
         at, _ = self.keys_at(observed, self.before, module)
-        real = self.sequence.ids(self.sequence.real)
+        real = self.sequence.real()
         if real is None:
             return Placed(self.before, at, None, 0)
         real = real.to(observed.call.q.device)
@@ -114,10 +114,14 @@ class Forward:
         sequence, n, n_queries = self.sequence, self.tokens, observed.call.q.shape[2]
         cross = observed.group == "cross"
         stepwise = cross and n_queries == 1 and n != 1  # one query at a time over the same keys
-        layer = sequence.layer(replace(observed, own=0) if stepwise else observed)
+        key = sequence.key_of(replace(observed, own=0) if stepwise else observed)
+        layer = sequence.layers[key]
         if layers is not None and layer.number not in layers:
             return
-        if self.of_encoder or not ((n_queries == n and observed.group in OF_TEXT) or (cross and n_queries in (1, n))):
+        of_text = (n_queries == n and observed.group in OF_TEXT) or (cross and n_queries in (1, n))
+        if of_text and not cross:
+            self.sees(observed)
+        if self.of_encoder or not of_text or not (self.may_cache or stepwise):  # no other forward continues it
             if layer.pieces or layer.made is not None:
                 raise InputError(
                     f"model attends in {observed.module} to what is no token of the text in several forwards; the "
@@ -132,24 +136,18 @@ class Forward:
         start, stays = self.before + step * stepwise, True
         keys_at: int | Tensor = 0
         if not cross:
-            self.sees(observed)
             keys_at, stays = self.keys_at(observed, start, module)
             index = self.cache_index(module)
             if index is not None:
-                sequence.cached[index] = observed.group, observed.module, observed.own
+                sequence.cached[index] = key
                 if index in sequence.kept and isinstance(keys_at, Tensor):
                     sequence.kept[index] = keys_at
             sequence.evicted |= isinstance(keys_at, Tensor) or keys_at > 0
             sequence.evicted |= (cache := attending()) is not None and cache.length < cache.seen
         elif layer.known not in (0, observed.call.k.shape[2]):
             raise InputError(f"model attends to other keys than before in {observed.module}")
-        if layer.made is not None:
-            raise InputError(f"model attends in {observed.module} after its text was measured as a whole")
         limit = None if cross else start + n
-        layer.add(observed, start, keys_at, limit, stays=stays, changed=changed, queries=measures is not None)
-        if measures is not None and not self.may_cache and not stepwise:
-            layer.made = layer.record(measures, sequence.ids(sequence.real), start + n, {})
-            layer.pieces.clear()
+        sequence.add(key, observed, changed, start, keys_at, limit, stays=stays, queries=measures is not None)
 
     def cache_index(self, module: nn.Module | None) -> int | None:
         """The number of the layer in the cache, in which a module attends."""
@@ -165,14 +163,10 @@ class Texts:
         measures: what is measured of them; if None, they are followed only.
         every: record every so many forwards, as `qkv.watch`.
         layers: which layers to record; all if None.
-        keys: keep the keys of the texts, which tell where those of a cache are. Without, every forward reads a text.
     """
 
-    def __init__(
-        self, measures: Measures | None = None, every: int = 1, layers: Collection[int] | None = None, *,
-        keys: bool = True,
-    ) -> None:  # fmt: skip
-        self.measures, self.every, self.layers, self.keys = measures, every, layers, keys
+    def __init__(self, measures: Measures | None = None, every: int = 1, layers: Collection[int] | None = None) -> None:
+        self.measures, self.every, self.layers = measures, every, layers
         self.sequences: list[Sequence] = []
         """In the order in which the model began to read them."""
         self.seconds = 0.0
@@ -181,8 +175,8 @@ class Texts:
         """What could not be recorded, and why."""
         self._reads = 0  # forwards that begin a text
         self._encoded: list[Sequence] = []  # texts that an encoder has read, before the decoder begins
-        self._followed: dict[int, tuple[weakref.ref[Any], Sequence]] = {}  # by the id of their cache
-        self._lost: dict[int, tuple[weakref.ref[Any], InputError]] = {}  # caches whose text is not known, and why
+        self._followed: dict[int, tuple[weakref.ref[Any], Sequence | InputError]] = {}
+        """The texts of caches, by their id, or why they are not known."""
 
     def begin(self, owner: Any, name: str, batch: Mapping[str, Any], model: nn.Module) -> Forward:
         """A forward begins: find the text that it continues, and decide whether to record it."""
@@ -195,16 +189,15 @@ class Texts:
             known = self._continued(cache, tensors.get("position_ids"))
         except InputError as error:
             lost = error
-            self._lose(cache, error)
+            self._follow(cache, error)
             self._note(f"forwards with {type(cache).__name__}", error)
         sequence = known or (self._encoded.pop() if self._encoded and not of_encoder else None)
         sequence = sequence or Sequence(self.measures or Measures())
         sequence.two |= read.two or bool(sequence.layers and known is None and not of_encoder)
         ids = read.target if read.two else read.source
-        if ids is not None:
-            (sequence.target if read.two or (sequence.two and not of_encoder) else sequence.source).append(ids.detach())
-            if read.two and read.source is not None and not sequence.source:
-                sequence.source.append(read.source.detach())
+        encoded = ids if of_encoder else read.source if read.two and not sequence.encoded else None
+        if encoded is not None:
+            sequence.encoded.append(encoded.detach())
         if known is None:
             finished = [s for s in self.finished if s.held_numbers()]
             while sum(s.held_numbers() for s in finished) > HELD_AFTER:
@@ -225,11 +218,13 @@ class Texts:
         sequence.reads += 1
         if not of_encoder:
             real = _real(read.real_target, sequence.tokens, n)
-            sequence.reads_tokens(n, items)
+            named = None if ids is None else ids.detach()
+            sequence.text.append(Read(sequence.tokens, n, len(sequence.selections), named))
+            sequence.batch = items
             if real is not None:
                 forward.knows_padding = True
                 sequence.marks(real)
-        if known is None and cache is not None and lost is None and self.keys:
+        if known is None and cache is not None and lost is None:
             self._follow(cache, sequence)
         return forward
 
@@ -237,7 +232,7 @@ class Texts:
         self, forward: Forward, module: nn.Module | None, observed: ObservedCall, changed: Mapping[int, Call]
     ) -> None:
         """A module attends."""
-        if self.measures is None and not (self.keys and forward.may_cache and forward.lost is None):
+        if self.measures is None and (forward.lost is not None or not forward.may_cache):
             return
         group = forward.sequence.groups.setdefault(observed.module, observed.group)
         forward.sequence.sources[observed.module] = observed.source
@@ -263,12 +258,11 @@ class Texts:
 
     def _continued(self, cache: Any, positions: Tensor | None) -> Sequence | None:
         """The text that a forward with this cache continues; None if it begins one."""
-        if cache is None or not self.keys:
+        if cache is None:
             return None
-        of, reason = self._lost.get(id(cache), (None, None))
-        if of is not None and of() is cache and reason is not None:
-            raise reason
-        found, known = stored(cache), self.sequence_of(cache)
+        found, known, reason = stored(cache), self._text_of(cache), None
+        if isinstance(known, InputError):
+            raise known
         if known is not None:
             holds = getattr(cache, "get_seq_length", None)  # of transformers
             if not found and (known.held or (holds is not None and not holds())):
@@ -293,46 +287,34 @@ class Texts:
             "context, or by several batches; expected it to read the text from its first token inside, as one batch"
         ) from reason
 
-    def sequence_of(self, cache: Any) -> Sequence | None:
-        of, sequence = self._followed.get(id(cache), (None, None))
-        return sequence if of is not None and of() is cache else None
+    def _text_of(self, cache: Any) -> Sequence | InputError | None:
+        """The text of a cache, or why it is not known; None if the cache is new."""
+        of, text = self._followed.get(id(cache), (None, None))
+        return text if of is not None and of() is cache else None
 
-    def _follow(self, cache: Any, sequence: Sequence) -> None:
-        try:
-            self._followed[id(cache)] = weakref.ref(cache), sequence
-        except TypeError:  # tuples of tensors, which nothing can refer to; each forward is then a text
-            return
-        listening.to(type(cache))
-
-    def _lose(self, cache: Any, reason: InputError) -> None:
-        """The text of a cache is not known any more."""
-        self._followed.pop(id(cache), None)
-        with suppress(TypeError):
-            self._lost[id(cache)] = weakref.ref(cache), reason
+    def _follow(self, cache: Any, text: Sequence | InputError) -> None:
+        with suppress(TypeError):  # tuples of tensors, which nothing can refer to; each forward is then a text
+            self._followed[id(cache)] = weakref.ref(cache), text
+            listening.to(type(cache))
 
     def selected(self, cache: Any, items: Tensor | None) -> None:
         """A cache has selected batch items, or was cropped if `items` is None."""
-        if (sequence := self.sequence_of(cache)) is not None:
+        if isinstance(sequence := self._text_of(cache), Sequence):
             try:
                 sequence.selects(stored(cache), items)
             except InputError as error:
-                self._lose(cache, error)
+                self._follow(cache, error)
 
     def end(self, forward: Forward, output: Any) -> None:
         """A forward has ended."""
-        may_continue, where = True, f"forwards with {type(forward.cache).__name__}"
         try:
-            may_continue = self._ended(forward, output)
-        except InputError as error:
-            self._note(where, error)
-        try:
-            if not may_continue:
+            if not self._ended(forward, output):
                 self._release(forward.sequence)
             elif self.measures is not None:
                 with self.measuring():
                     forward.sequence.measure()
         except InputError as error:
-            self._note(where, error)
+            self._note(f"forwards with {type(forward.cache).__name__}", error)
 
     def _release(self, sequence: Sequence) -> None:
         """A text is not continued any more, or takes too much memory to be kept for a copy of its cache."""
@@ -355,21 +337,21 @@ class Texts:
             return True
         if sequence.layers and not any(s is sequence for s in self.sequences):
             self.sequences.append(sequence)
-        if cache is None or forward.lost is not None or not self.keys:
+        if cache is None or forward.lost is not None:
             return False
-        if self.sequence_of(cache) is None:
+        if self._text_of(cache) is None:
             self._follow(cache, sequence)
         try:
             sequence.remember(stored(cache))
         except InputError as error:
-            self._lose(cache, error)
+            self._follow(cache, error)
             raise
         return True
 
     @property
     def finished(self) -> list[Sequence]:
         """The texts whose cache is gone."""
-        alive = [s for of, s in self._followed.values() if of() is not None]
+        alive = [text for of, text in self._followed.values() if of() is not None]
         return [s for s in self.sequences if not any(s is one for one in alive)]
 
 

@@ -249,7 +249,7 @@ class Surveyor:
         with observe(observer):
             self.model(**prepared)
         missing = unobserved(observer)
-        if missing or not observer.fired:
+        if missing or not observer.sources:
             names = ", ".join(missing[:4]) or "all of it"
             raise InputError(f"model {type(self.model).__name__} has attention that qkv cannot observe: {names}")
         return dict(observer.sources)
