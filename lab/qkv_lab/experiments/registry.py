@@ -64,7 +64,9 @@ def _problem(cls: Any) -> str | None:
 REGISTRY = Registry("experiment", "qkv_lab.experiments", BUILT_IN, GROUP, _problem)
 
 
-names = REGISTRY.names
+def names() -> tuple[str, ...]:
+    """The names of all experiments, those of installed packages last."""
+    return REGISTRY.names()
 
 
 def experiment(name: str) -> Experiment:

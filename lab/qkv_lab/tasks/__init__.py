@@ -65,7 +65,31 @@ def _problem(cls: Any) -> str | None:
 
 
 REGISTRY = Registry("task", "qkv_lab.tasks", BUILT_IN, GROUP, _problem)
-names, task_class = REGISTRY.names, REGISTRY.load
+
+
+def names() -> tuple[str, ...]:
+    """The names of all tasks, those of installed packages last.
+
+    Raises:
+        InputError: if an installed package registers a name that is taken.
+
+    >>> names()[:2]
+    ('reversal', 'copy')
+    """
+    return REGISTRY.names()
+
+
+def task_class(name: str) -> type[Any]:
+    """The class of a task, built in or of an installed package (entry points in the group ``qkv.tasks``).
+
+    Raises:
+        InputError: if there is none (with the nearest name), or if an installed package's cannot be loaded.
+
+    >>> task_class("reversal")().length
+    6
+    """
+    return REGISTRY.load(name)
+
 
 if not TYPE_CHECKING:  # a new task needs no line here: only its name in BUILT_IN
     _PLACES = [place.split(".") for place in BUILT_IN.values()]
