@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize, TwoSlopeNorm
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from qkv.figures.layout import (
     ACCENT,
-    DIVERGING,
     HAIRLINE,
     INK,
     MUTED,
     PERCENT,
     WARM,
+    HeadMap,
     along,
-    cell_number,
     chart,
     head_map,
-    hundredths,
+    head_maps,
     legend,
+    map_sides,
     number_ticks,
     place,
     reference_line,
@@ -58,7 +58,7 @@ def ablation_figure(ablation: Ablation) -> Figure:
     table, attrs = ablation.table, ablation.attrs
     layers, heads = table["layer"].nunique(), table["head"].nunique()
     cell = min(0.46, 5.2 / heads, 5.0 / layers)
-    wide, tall = cell * heads, cell * layers
+    wide, tall = map_sides((layers, heads), cell)
     beside = max(1.8, 7.4 - 0.65 - wide - 1.3)
     worst = table.loc[table["delta_nats"].idxmax()]
     removed = REMOVED[attrs["what"]]
@@ -70,10 +70,8 @@ def ablation_figure(ablation: Ablation) -> Figure:
     head = f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {ablation.nats:.3f} nats a token · {together}"
     figure = titled(0.65 + wide + 1.0 + beside + 0.3, 1.1 + tall + 0.5, title, head)
     largest = max(1e-6, float(table["delta_nats"].abs().max()))
-    axes = head_map(
-        figure, 0.65, 1.1, wide, tall, table, "delta_nats", TwoSlopeNorm(0, -largest, largest),
-        "change of the loss, nats per token", written=cell_number if cell > 0.4 else None, colours=DIVERGING,
-    )  # fmt: skip
+    shown = HeadMap(table, "delta_nats", "change of the loss, nats per token", Normalize(-largest, largest))
+    axes = head_map(figure, 0.65, 1.1, cell, shown)
     bars = chart(figure, 0.65 + wide + 1.0, 1.1, beside, tall, "all heads of the layer at once")
     bars.barh(range(layers), ablation.layers["delta_nats"], height=0.7, color=WARM)
     bars.set(ylim=axes.get_ylim(), yticks=axes.get_yticks(), yticklabels=[], xlabel="nats per token")
@@ -133,28 +131,19 @@ def heads_figure(eviction: Eviction) -> Figure:
     """The attention that each head loses at the smallest budget: a layer × head map for each policy."""
     budget = eviction.mass["budget"].min()
     table = eviction.mass[eviction.mass["budget"] == budget]
-    policies = list(dict.fromkeys(table["policy"]))
-    layers, heads = table["layer"].nunique(), table["head"].nunique()
-    cell = min(0.46, 3.4 / heads, 4.6 / layers)
-    wide, tall, gap = cell * heads, cell * layers, 0.45
-    width = max(0.65 + len(policies) * (wide + gap) + 0.5, 7.4)
     worst = table.loc[table["mass_lost"].idxmax()]
     title = (
         f"With {budget} keys, head {worst['layer']}.{worst['head']} loses {percent(worst['mass_lost'])} "
         f"of its attention to “{worst['policy']}”"
     )
     subtitle = f"share of each head's attention on evicted keys · {_eviction_subtitle(eviction)}"
-    figure = titled(width, 1.1 + tall + 0.5, title, subtitle)
     norm = Normalize(0, max(0.1, float(table["mass_lost"].max())))
-    for index, policy in enumerate(policies):
-        rows = table[table["policy"] == policy]
-        axes = head_map(
-            figure, 0.65 + index * (wide + gap), 1.1, wide, tall, rows, "mass_lost", norm,
-            f"{policy}, mean {percent(rows['mass_lost'].mean())}", bar=policy == policies[-1], number=hundredths,
-            written=lambda value: f"{100 * value:.0f}",
-        )  # fmt: skip
-        axes.set_ylabel("" if index else "layer")
-    return figure
+    by_policy = table.groupby("policy", sort=False)
+    maps = [
+        HeadMap(rows, "mass_lost", f"{policy}, mean {percent(rows['mass_lost'].mean())}", norm, percent=True)
+        for policy, rows in by_policy
+    ]
+    return head_maps(title, subtitle, maps)[0]
 
 
 def _lines(axes: Axes, table: pd.DataFrame, column: str, meanings: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,14 +12,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.figures.layout import (
     ACCENT,
-    DIVERGING,
     HAIRLINE,
     INK,
     KINDS,
     MUTED,
+    HeadMap,
     chart,
     colour_bar,
-    head_map,
+    head_maps,
     heat,
     legend,
     place,
@@ -54,27 +53,18 @@ def comparison_figure(comparison: Comparison, group: str) -> Figure:
     """
     heads = comparison.heads(group)
     names = [name for name in SHOWN if heads[f"{name}_difference"].notna().any()]
-    layers, columns = heads["layer"].nunique(), heads["head"].nunique()
-    cell = min(0.3, 2.25 / columns, 4.6 / layers)
-    wide, tall = max(cell * columns, 1.3), max(cell * layers, 0.9)
-    left, top, gap, row = 0.72, 1.05, 0.85, 0.25
     most = heads.sort_values("change", ascending=False, kind="stable").head(COMPARISON_NAMED)
-    width = max(left + 3 * (wide + gap), 8.4)
-    height = top + tall + 0.9 + row * len(most) + 0.45
-    title = comparison.summary(group)[0].removesuffix(".")
-    figure = titled(width, height, title, _subtitle(comparison, group))
     shares = [heads[f"{n}_difference"].abs().max() for n in names if STATISTICS[n].unit == "%"]
-    for index, name in enumerate(names):
+    maps = []
+    for name in names:
         label, unit = STATISTICS[name][:2]
         limit = np.nanmax([MIN_SCALE[unit], *(shares if unit == "%" else [heads[f"{name}_difference"].abs().max()])])
-        axes = head_map(
-            figure, left + index * (wide + gap), top, wide, tall, heads, f"{name}_difference",
-            Normalize(-limit, limit), label + (", % points" if unit == "%" else f", {unit}"),
-            number=partial(_signed, scale=100 if unit == "%" else 1), colours=DIVERGING,
-        )  # fmt: skip
-        axes.set_ylabel("" if index else "layer")
+        title = label + (", % points" if unit == "%" else f", {unit}")
+        maps.append(HeadMap(heads, f"{name}_difference", title, Normalize(-limit, limit), percent=unit == "%"))
+    title, row = comparison.summary(group)[0].removesuffix("."), 0.25
+    figure, _, lower = head_maps(title, _subtitle(comparison, group), maps, below=row * len(most) + 0.6)
     title = "Weight that moved to other tokens, most changed heads (bold: another target)"
-    _most(chart(figure, left, top + tall + 0.9, width - left - 3.4, row * len(most), title), most)
+    _most(chart(figure, 0.65, lower + 0.15, figure.get_figwidth() - 4.1, row * len(most), title), most)
     return figure
 
 
@@ -106,10 +96,6 @@ def _subtitle(comparison: Comparison, group: str) -> str:
     length = f"{data['n_queries'].values.mean():,.0f} tokens"
     texts = f" · {data.sizes['text']} texts" if data.sizes["text"] > 1 else ""
     return f"{names} · {' → '.join(dtypes)} · {kind}{length}{texts} · blue: less, orange: more"
-
-
-def _signed(value: float, scale: float) -> str:
-    return "0" if abs(value) < 1e-9 else f"{scale * value:+.3g}".replace("-", "−")
 
 
 SIDE = 4.3  # inches, of both panels

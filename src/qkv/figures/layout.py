@@ -8,7 +8,7 @@ import textwrap
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -208,14 +208,16 @@ def heat(
     axes: Axes,
     values: np.ndarray,
     norm: Normalize,
-    colours: Colormap = COLOURS,
+    colours: Colormap | None = None,
     extent: tuple[float, float, float, float] | None = None,
     missing: str = MASKED,
 ) -> AxesImage:
     """A matrix as colours, one cell for each number; NaN and masked values have the colour `missing`.
 
-    All maps of weights, of heads and of words are drawn here.
+    Without `colours`, numbers of both signs are blue and orange. All maps of weights, of heads and of words are drawn
+    here.
     """
+    colours = colours or (DIVERGING if (norm.vmin or 0) < 0 else COLOURS)
     colours = colours.with_extremes(bad=missing, under=colours(0.0))
     image = axes.imshow(values, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
     axes.grid(visible=False)
@@ -266,7 +268,7 @@ def layer_by_head(
     values: pd.DataFrame,
     norm: Normalize,
     *,
-    colours: Colormap = COLOURS,
+    colours: Colormap | None = None,
     written: Callable[[float], str] | None = None,
 ) -> AxesImage:
     """A map of all heads, with a row for each layer and a column for each head, in axes of their final size.
@@ -291,18 +293,67 @@ def layer_by_head(
     return image
 
 
-def head_map(
-    figure: Figure, left: float, top: float, wide: float, tall: float, table: pd.DataFrame, column: str,
-    norm: Normalize, title: str, *, bar: bool = True, number: Callable[[float], str] | None = None, **options: Any,
-) -> Axes:  # fmt: skip
-    """A column of a table by layer and head, with a title and a colour bar whose numbers `number` formats, at a place
-    in inches; `options` are those of `layer_by_head`."""
-    axes = place(figure, left, top, wide, tall, title)
-    image = layer_by_head(axes, table.pivot(index="layer", columns="head", values=column), norm, **options)
+class HeadMap(NamedTuple):
+    """What a map of all heads shows: a column of a table with the columns "layer" and "head"."""
+
+    table: pd.DataFrame
+    column: str
+    title: str
+    norm: Normalize
+    percent: bool = False
+    """Whether the numbers are shares, printed in percent."""
+
+
+def head_map(figure: Figure, left: float, top: float, cell: float, shown: HeadMap, *, bar: bool = True) -> Axes:
+    """A map of all heads with a title, at a place in inches, and its colour bar. Signed numbers need large cells."""
+    grid = shown.table.pivot(index="layer", columns="head", values=shown.column)
+    wide, tall = map_sides(grid.shape, cell)
+    signed, scale = (shown.norm.vmin or 0) < 0, 100 if shown.percent else 1
+    written = (lambda value: f"{100 * value:.0f}") if shown.percent else cell_number
+
+    def number(value: float) -> str:
+        return "0" if abs(value) < 1e-9 else f"{scale * value:{'+' if signed else ''}.3g}".replace("-", "−")
+
+    axes = place(figure, left, top, wide, tall, shown.title)
+    image = layer_by_head(axes, grid, shown.norm, written=None if signed and cell <= 0.4 else written)
     axes.set(xlabel="head", ylabel="layer")
     if bar:
         colour_bar(place(figure, left + wide + 0.09, top, 0.08, tall), image, number)
     return axes
+
+
+def map_sides(shape: tuple[int, ...], cell: float) -> tuple[float, float]:
+    """Width and height in inches of a map of all heads, (layers, heads), with room for a title and a colour bar."""
+    return max(cell * shape[1], 1.2), max(cell * shape[0], 0.8)
+
+
+def head_maps(
+    title: str, subtitle: str, maps: Sequence[HeadMap], *, below: float = 0.0
+) -> tuple[Drawing, list[Axes], float]:
+    """A new figure of maps of all heads, at most four in a row. Maps of one `Normalize` share a colour bar.
+
+    Returns the figure, the maps, and the place in inches of what is drawn below them, which is `below` high.
+    """
+    layers, heads = (max([1, *(shown.table[side].nunique() for shown in maps)]) for side in ("layer", "head"))
+    across = max(1, len(maps) if len(maps) < 4 else -(-len(maps) // -(-len(maps) // 4)))
+    down = -(-len(maps) // across)
+    cell = min(0.5 if across == 1 else 0.32, 9 / across / heads, (9 if across == 1 else 4.6) / layers)
+    wide, tall = map_sides((layers, heads), cell)
+    shared = len({id(shown.norm) for shown in maps}) == 1
+    left, gap_x, gap_y = 0.65, 0.45 if shared else 0.9, 0.75
+    width = max(left + across * (wide + gap_x) + (0.6 if shared else 0.1), 8.4)
+    top = 0.95 + 0.2 * len(textwrap.wrap(title, int(width * 9.3)))
+    top += 0.15 * max([0, *(shown.title.count("\n") for shown in maps)])
+    figure = titled(width, top + down * (tall + gap_y) + below, title, subtitle)
+    drawn = []
+    for at, shown in enumerate(maps):
+        row, column = divmod(at, across)
+        bar = not shared or at + 1 == min(across, len(maps))
+        x, y = left + column * (wide + gap_x), top + row * (tall + gap_y)
+        axes = head_map(figure, x, y, cell, shown, bar=bar)
+        axes.set(xlabel="head" if at + across >= len(maps) else "", ylabel="" if column else "layer")
+        drawn.append(axes)
+    return figure, drawn, top + down * (tall + gap_y)
 
 
 def cell_number(value: float) -> str:

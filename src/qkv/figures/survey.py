@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from qkv.figures.layout import ACCENT, PERCENT, WARM, chart, colour_bar, head_map, heat, place, plain, titled
+from qkv.figures.layout import ACCENT, PERCENT, WARM, HeadMap, chart, colour_bar, head_maps, heat, place, plain, titled
 from qkv.profiler.data.frames import percent
 from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.surveys.data import QUANTITIES, edges
@@ -27,27 +27,11 @@ def heads(survey: Survey, group: str | None = None) -> Figure:
     table = survey.heads(group)
     own = [name for name in survey.quantities if name not in QUANTITIES]
     names = [name for name in (*SMALL_MULTIPLES, *own) if table[name].max() > NEGLIGIBLE]
-    layers, columns = table["layer"].nunique(), table["head"].nunique()
-    across = min(4, len(names))
-    down = -(-len(names) // across)
-    cell = min(0.34, 2.1 / columns, 4.6 / layers)
-    wide, tall = max(cell * columns, 1.2), max(cell * layers, 0.8)
-    left, top, gap_x, gap_y = 0.62, 1.15, 0.95, 0.75
     caught = int((table["sink_score"] > SINK_THRESHOLD).sum())
-    figure = titled(
-        max(left + across * (wide + gap_x), 7.2),
-        top + down * (tall + gap_y),
-        f"{caught:,} of {len(table):,} heads have a sink at the first token, on average",
-        f"{_about(survey)} · means over all queries; a sink is a score above {SINK_THRESHOLD}",
-    )
-    for at, name in enumerate(names):
-        row, column = divmod(at, across)
-        axes = head_map(
-            figure, left + column * (wide + gap_x), top + row * (tall + gap_y), wide, tall, table, name,
-            Normalize(0, table[name].max()), _title(survey, name),
-        )  # fmt: skip
-        axes.set(xlabel="head" if row == down - 1 else "", ylabel="" if column else "layer")
-    return figure
+    title = f"{caught:,} of {len(table):,} heads have a sink at the first token, on average"
+    subtitle = f"{_about(survey)} · means over all queries; a sink is a score above {SINK_THRESHOLD}"
+    maps = [HeadMap(table, name, _title(survey, name), Normalize(0, table[name].max())) for name in names]
+    return head_maps(title, subtitle, maps)[0]
 
 
 def texts(survey: Survey, group: str | None = None) -> Figure:

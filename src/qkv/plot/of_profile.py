@@ -24,12 +24,11 @@ from qkv.figures.layout import (
     MUTED,
     PERCENT,
     WARM,
+    HeadMap,
     along,
     bins,
-    cell_number,
     chart,
-    head_map,
-    hundredths,
+    head_maps,
     ink_on,
     layer_by_head,
     legend,
@@ -154,16 +153,12 @@ class Plots:
         data = self._data(group, text)
         table = sink_table(data)
         trend = trend_by_head(data)
-        found = Findings(data)
         long = len(trend.ranges) > 1
         layers = data.sizes["layer"]
         wide = min(8.0, max(3.2, 0.5 * layers))
         beside = max(3.6, 0.75 * len(trend.ranges)) if long else 0.0
-        title = (
-            "The first token has no sink score" if found.sinks is None else f"{found.sinks.value} {found.sinks.label}"
-        )
         width = max(6.4, 0.72 + wide + 0.5 + (0.75 + beside if long else 0.4))
-        figure = titled(width, 4.5, title + found.whole_clause, self._subtitle(data))
+        figure = titled(width, 4.5, _sinks_sentence(data), self._subtitle(data))
         window = f"the first {data.sizes.get('prefix_key', 64)} queries" if long else "the text"
         _by_layer(chart(figure, 0.72, 1.3, wide, 2.6), data["layer"].values, table, window, long=long)
         if long:
@@ -175,30 +170,25 @@ class Plots:
         data = self._profile.group(group)
         table = sink_table(data)
         kinds = {column: label for column, label in KINDS_OF_TEXT.items() if table[column].notna().any()}
-        layers, heads = data.sizes["layer"], data.sizes["head"]
-        cell = min(0.32, 2.3 / heads, 4.6 / layers)
-        wide, tall = max(cell * heads, 1.2), max(cell * layers, 0.8)
-        left, top, gap = 0.75, 1.3, 0.45
-        width = max(left + len(kinds) * (wide + gap) + 0.6, 9.2)
-        lower = top + tall + 1.0
         score = "α: mean weight on a token; above, of the first 64 queries"
         even = "" if np.isnan(mean := table["alpha_even"].mean()) else f" (even rows: {percent(mean)})"
-        figure = titled(width, lower + 2.6 + 0.6, _sinks_sentence(data), f"{self._name()} · {score}{even}")
-        for index, (column, label) in enumerate(kinds.items()):
+        norm = Normalize(0, max([1.0, *(table[column].max() for column in kinds)]))
+        maps = []
+        for column, label in kinds.items():
+            strong = f"{(table[column] > EPSILON).sum()} of {len(table)} heads"
+            maps.append(HeadMap(table, column, f"{label}\n{strong}", norm))
+        subtitle = f"{self._name()} · {score}{even}"
+        figure, drawn, lower = head_maps(_sinks_sentence(data), subtitle, maps, below=3.1)
+        for axes, column in zip(drawn, kinds, strict=True):
             strong = table[table[column] > EPSILON]
-            axes = head_map(
-                figure, left + index * (wide + gap), top, wide, tall, table, column,
-                Normalize(0, max(1.0, table[column].max())), f"{label}\n{len(strong)} of {len(table)} heads",
-                bar=index == len(kinds) - 1,
-            )  # fmt: skip
-            axes.set_ylabel("" if index else "layer")
-            at = (np.searchsorted(data[side].values, strong[side]) for side in ("head", "layer"))
-            axes.plot(*at, linestyle="", marker="o", ms=2.2, mew=0, color=WARM)
+            x, y = (np.searchsorted(data[side].values, strong[side]) for side in ("head", "layer"))
+            axes.plot(x + 0.36, y - 0.36, linestyle="", marker="o", ms=2.2, mew=0, color=WARM)
         for bar in figure.axes[-1:]:  # none without kinds
             bar.axhline(EPSILON, color=WARM, lw=1.2)
             bar.set_ylabel("α of the first token")
-        _values(chart(figure, left, lower, 3.4, 2.4, "The value that a sink adds"), table)
-        tokens = chart(figure, left + 5.0, lower, width - left - 5.6, 2.4, "Tokens that are sinks over the whole text")
+        _values(chart(figure, 0.75, lower + 0.1, 2.9, 2.4, "The value that a sink adds"), table)
+        wide = figure.get_figwidth() - 5.65
+        tokens = chart(figure, 5.15, lower + 0.1, wide, 2.4, "Tokens that are sinks over the whole text")
         _tokens(tokens, sink_tokens(data), len(table))
         return figure
 
@@ -390,31 +380,18 @@ class Plots:
 
     def _head_maps(self, data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> Figure:
         """Draw a layer × head map for each statistic."""
-        layers, columns = data.sizes["layer"], data.sizes["head"]
-        across = min(len(names), 3)
-        down = -(-len(names) // across)
-        cell = min(0.5, 9 / columns, 9 / layers) if across == 1 else min(0.3, 3.6 / columns, 4.6 / layers)
-        wide, tall = cell * columns, cell * layers
-        left, top, gap_x, gap_y = 0.62, 1.45, 0.85, 0.62
-        width = max(left + across * (wide + gap_x), 7.2)
-        figure = titled(width, top + down * (tall + gap_y), _maps_sentence(data, heads, names), self._subtitle(data))
         # All shares have the same scale, so that panels compare; at least 0.1, so that tiny shares look tiny.
         known = columns_of(data)
         shares = [heads[name].max() for name in names if known[name].unit == "%"]
-        for index, statistic in enumerate(names):
-            row, column = divmod(index, across)
+        maps = []
+        for statistic in names:
             (label, unit), largest = known[statistic][:2], heads[statistic].max()
             most = {"%": max([0.1, *shares]), "ratio": max(1.0, largest)}.get(unit, largest)
             least = min(0.0, float(np.nanmin(heads[statistic], initial=0)))
+            title = label + {"%": ", %", "ratio": "", "": ""}.get(unit, f", {unit}")
             norm = Normalize(least, most if most > least else least + 1.0)
-            axes = head_map(
-                figure, left + column * (wide + gap_x), top + row * (tall + gap_y), wide, tall, heads, statistic, norm,
-                label + {"%": ", %", "ratio": "", "": ""}.get(unit, f", {unit}"),
-                number=hundredths if unit == "%" else None,
-                written=lambda value, share=unit == "%": f"{100 * value:.0f}" if share else cell_number(value),
-            )  # fmt: skip
-            axes.set(xlabel="head" if row == down - 1 else "", ylabel="" if column else "layer")
-        return figure
+            maps.append(HeadMap(heads, statistic, title, norm, percent=unit == "%"))
+        return head_maps(_maps_sentence(data, heads, names), self._subtitle(data), maps)[0]
 
     def _name(self) -> str:
         return str(self._profile.attrs.get("model", "model"))
@@ -467,19 +444,19 @@ def layer_columns(
 
 
 def _key(axes: Axes, table: pd.DataFrame, present: list[str], shown: list[str]) -> None:
+    """The types that heads have, with their colours, and below them their traits, with their marks."""
     axes.set_axis_off()
     axes.set(xlim=(0, 3.2), ylim=(len(present) + len(shown) + bool(shown), 0))
-    for row, kind in enumerate(present):
-        axes.add_patch(Rectangle((0, row + 0.15), 0.16, 0.7, color=KINDS[kind], lw=0))
-        bound = "" if kind == MIXED else f"  {'≤' if ROLES[kind].below else '≥'} {ROLES[kind].threshold:g}"
-        axes.text(0.25, row + 0.5, kind, va="center", fontsize=8.5, color=INK)
-        axes.text(1.45, row + 0.5, f"{(table['type'] == kind).sum():,}{bound}", va="center", fontsize=8, color=MUTED)
-    for row, trait in enumerate(shown, len(present) + 1):
-        has = table["traits"].str.split(", ").apply(lambda x, t=trait: t in x).sum()
-        bound = f"{'≤' if TRAITS[trait].below else '≥'} {TRAITS[trait].threshold:g}"
-        axes.text(0.08, row + 0.5, MARKS[trait], va="center", ha="center", fontsize=8.5, color=INK)
-        axes.text(0.25, row + 0.5, trait, va="center", fontsize=8.5, color=INK)
-        axes.text(1.45, row + 0.5, f"{has:,}  {bound}", va="center", fontsize=8, color=MUTED)
+    for row, name in enumerate([*present, "", *shown] if shown else present):
+        rule = (ROLES | TRAITS).get(name)
+        bound = f"  {'≤' if rule.below else '≥'} {rule.threshold:g}" if rule else ""
+        names = table["type" if name in present else "traits"].str.split(", ")
+        has = names.apply(lambda x, name=name: name in x)
+        if name in present:
+            axes.add_patch(Rectangle((0, row + 0.15), 0.16, 0.7, color=KINDS[name], lw=0))
+        axes.text(0.08, row + 0.5, MARKS.get(name, ""), va="center", ha="center", fontsize=8.5, color=INK)
+        axes.text(0.25, row + 0.5, name, va="center", fontsize=8.5, color=INK)
+        axes.text(1.45, row + 0.5, f"{has.sum():,}{bound}" if name else "", va="center", fontsize=8, color=MUTED)
 
 
 def _types_sentence(table: pd.DataFrame) -> str:
@@ -564,7 +541,7 @@ def _tokens(axes: Axes, tokens: pd.DataFrame, heads: int) -> None:
 def _sinks_sentence(data: xr.Dataset) -> str:
     found = Findings(data)
     if found.sinks is None:
-        return "A text of one token has no sink score"
+        return "The first token has no sink score"
     parts = [f"{found.sinks.value} {found.sinks.label}{found.whole_clause}"]
     if "sink_mass" in data and (learned := float(np.nanmean(data["sink_mass"].values))) >= 0.01:
         parts.append(f"the learned sink takes {percent(learned)}")

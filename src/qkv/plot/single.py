@@ -18,8 +18,6 @@ from torch import Tensor
 
 from qkv.errors import InputError, nearest, renamed
 from qkv.figures.layout import (
-    COLOURS,
-    DIVERGING,
     MUTED,
     Drawing,
     cell_number,
@@ -180,12 +178,11 @@ def draw(
     ax: Axes, shown: Matrix, norm: Normalize, *, labels: tuple[str, str] = ("query", "key"), title: str = ""
 ) -> AxesImage:
     """Draw a matrix, or its bins, with labels on both sides."""
-    colours = DIVERGING if (norm.vmin or 0) < 0 else COLOURS
     (rows, columns), (down, across) = (
         shown.size,
         (size * n for size, n in zip(shown.bins, shown.values.shape, strict=True)),
     )
-    image = heat(ax, shown.values, norm, colours, extent=(-0.5, across - 0.5, down - 0.5, -0.5))
+    image = heat(ax, shown.values, norm, extent=(-0.5, across - 0.5, down - 0.5, -0.5))
     ax.set_xlim(-0.5, columns - 0.5)
     ax.set_ylim(rows - 0.5, -0.5)
     panel_title(ax, title)
@@ -369,7 +366,7 @@ def _head_numbers(table: pd.DataFrame, what: str, *, vmax: float | None = None, 
         wide, tall = max(cell * columns, 0.6), max(cell * rows, SHORTEST)
         title = textwrap.fill(title, max(16, int((wide + 0.8) * 12.5)))
         ax, bar = framed(wide, tall, title, left=0.55, below=0.5)
-    image = layer_by_head(ax, table, norm, written=cell_number, colours=DIVERGING if low < 0 else COLOURS)
+    image = layer_by_head(ax, table, norm, written=cell_number)
     ax.set_xlabel("head", fontsize=8, color=MUTED)
     ax.set_ylabel("layer", fontsize=8, color=MUTED)
     panel_title(ax, title)
