@@ -270,10 +270,11 @@ def layer_by_head(
     *,
     colours: Colormap | None = None,
     written: Callable[[float], str] | None = None,
+    least: float = MIN_CELL,
 ) -> AxesImage:
     """A map of all heads, with a row for each layer and a column for each head, in axes of their final size.
 
-    NaN leaves a cell blank. `written` formats the value printed in a cell, if cells are large enough.
+    NaN leaves a cell blank. `written` formats the value printed in a cell, if cells have `least` inches.
     """
     image = heat(axes, values.to_numpy(), norm, colours, missing="white")
     axes.spines[:].set_visible(False)
@@ -288,7 +289,7 @@ def layer_by_head(
     )
     axes.add_collection(grid, autolim=False)
     axes.tick_params(length=0, labelsize=7, labelcolor=MUTED, pad=3)
-    if written is not None:
+    if written is not None and sides.min() >= least:
         write_cells(axes, image, written)
     return image
 
@@ -304,22 +305,21 @@ class HeadMap(NamedTuple):
     """Whether the numbers are shares, printed in percent."""
 
 
-def head_map(figure: Figure, left: float, top: float, cell: float, shown: HeadMap, *, bar: bool = True) -> Axes:
-    """A map of all heads with a title, at a place in inches, and its colour bar. Signed numbers need large cells."""
-    grid = shown.table.pivot(index="layer", columns="head", values=shown.column)
-    wide, tall = map_sides(grid.shape, cell)
+def head_map(axes: Axes, bar: Axes | None, shown: HeadMap, *, label: str = "") -> None:
+    """A map of all heads, with a title and, at `bar`, a colour bar with a label. Signed numbers need larger cells."""
+    grid = shown.table.pivot(index="layer", columns="head", values=shown.column).astype(float)
     signed, scale = (shown.norm.vmin or 0) < 0, 100 if shown.percent else 1
     written = (lambda value: f"{100 * value:.0f}") if shown.percent else cell_number
 
     def number(value: float) -> str:
         return "0" if abs(value) < 1e-9 else f"{scale * value:{'+' if signed else ''}.3g}".replace("-", "−")
 
-    axes = place(figure, left, top, wide, tall, shown.title)
-    image = layer_by_head(axes, grid, shown.norm, written=None if signed and cell <= 0.4 else written)
-    axes.set(xlabel="head", ylabel="layer")
-    if bar:
-        colour_bar(place(figure, left + wide + 0.09, top, 0.08, tall), image, number)
-    return axes
+    image = layer_by_head(axes, grid, shown.norm, written=written, least=0.3 if signed else MIN_CELL)
+    axes.set_xlabel("head", fontsize=8, color=MUTED)
+    axes.set_ylabel("layer", fontsize=8, color=MUTED)
+    panel_title(axes, shown.title)
+    if bar is not None:
+        colour_bar(bar, image, number, label=label)
 
 
 def map_sides(shape: tuple[int, ...], cell: float) -> tuple[float, float]:
@@ -348,9 +348,9 @@ def head_maps(
     drawn = []
     for at, shown in enumerate(maps):
         row, column = divmod(at, across)
-        bar = not shared or at + 1 == min(across, len(maps))
         x, y = left + column * (wide + gap_x), top + row * (tall + gap_y)
-        axes = head_map(figure, x, y, cell, shown, bar=bar)
+        axes, has_bar = place(figure, x, y, wide, tall), not shared or at + 1 == min(across, len(maps))
+        head_map(axes, place(figure, x + wide + 0.09, y, 0.08, tall) if has_bar else None, shown)
         axes.set(xlabel="head" if at + across >= len(maps) else "", ylabel="" if column else "layer")
         drawn.append(axes)
     return figure, drawn, top + down * (tall + gap_y)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from qkv.errors import InputError, finite, kind_of
-from qkv.plot.many import arcs, heads, model, panels
-from qkv.plot.single import alignment, by_head, entropy, matrix, overlay, received, sinks, weights
+from qkv.plot.matrices import arcs, heads, matrix, model, panels, weights
+from qkv.plot.summaries import alignment, by_head, entropy, overlay, received, sinks
 
 __all__ = [
     "alignment",

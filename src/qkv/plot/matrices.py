@@ -1,15 +1,17 @@
-"""Figures of many heads at once, and of attention as a graph."""
+"""Figures of matrices: one head, several, or all of a model; and attention as a graph."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize
+from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import FancyArrowPatch
 
 from qkv.errors import InputError, at_least_one, kind_of
@@ -21,6 +23,7 @@ from qkv.figures.layout import (
     WARM,
     Drawing,
     are_readable,
+    cell_number,
     colour_bar,
     heat,
     label_inches,
@@ -28,16 +31,113 @@ from qkv.figures.layout import (
     panel_title,
     place,
     token_label,
+    write_cells,
 )
 from qkv.masks import Mask
 from qkv.plot.given import Matrix, array, checked_weights, layers, masked, select_layer, token_lists, visible_pairs
-from qkv.plot.single import draw, matrix_of, norm_of, pooled
 from qkv.profiler.profiles import Profile
 
+CELL, LEAST, MOST = 0.42, 1.5, 5.6  # inches: a cell, and the shortest and longest side of a matrix
+PIXELS = 800  # longer sides are shown in bins, since a raster image would leave out rows
 MANY_WIDTH = 7.0  # inches of a figure of several panels
 SIDE = 2.5  # largest width of a panel in inches
 THUMBNAIL = 96  # bins on a side of a head in the wall of a model
 NARROWEST = 0.3  # inches of a head in the wall of a model
+
+
+def weights(
+    w: Any,
+    tokens: Sequence[Any] | None = None,
+    *,
+    queries: Sequence[Any] | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    item: int | None = None,
+    mask: Any = None,
+    vmax: float | None = None,
+    power: float = 1.0,
+    values: bool = False,
+    title: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """The attention weights of one head: queries down, keys across; masked pairs (NaN) are grey.
+
+    Args:
+        w: the weights, (nq, nk), (h, nq, nk) or (b, h, nq, nk); the tuple of all layers that `output_attentions`
+            gives; or a `qkv.Profile`. Tensors of any dtype and device, arrays of any library, or lists.
+        tokens: names of the keys; without `queries`, the last of them are the queries. A profile has its own.
+        queries: names of the queries, of a cross-attention for example.
+        layer: the layer, if there are several.
+        head: the head, if there are several.
+        item: the batch item, or the text of a profile, if there are several.
+        mask: pairs to show as masked: booleans (nq, nk), True where a query may attend, or a mask of `qkv.masks`.
+        vmax: the weight with the darkest colour; the largest one by default.
+        power: the colour is proportional to weight ** power; 0.5 shows small weights.
+        values: whether to print the weights in the cells, if they are large enough.
+        title: the title.
+        ax: the axes to draw in; a new figure with a colour bar by default.
+
+    Returns:
+        The axes. ``.figure.savefig("map.png")`` saves the picture.
+
+    Raises:
+        InputError: for a wrong shape, numbers that are not weights, a wrong number of tokens, or a choice that is
+            missing.
+
+    >>> import torch, qkv
+    >>> w = torch.randn(3, 3).softmax(-1)
+    >>> qkv.plot.weights(w, ["the", "cat", "sat"]).get_ylabel()
+    'query'
+    """
+    one = select_layer(layers(w, item), layer)
+    shown = one.matrix(one.head(head), tokens, queries, mask)
+    norm = norm_of([shown], 0, vmax, power)
+    return drawn(shown, norm, values=values, title=title, ax=ax, what="weight")
+
+
+def matrix(
+    m: Any,
+    tokens: Sequence[Any] | None = None,
+    *,
+    queries: Sequence[Any] | None = None,
+    mask: Any = None,
+    vmin: float | None = None,
+    vmax: float | None = None,
+    values: bool = False,
+    labels: tuple[str, str] = ("query", "key"),
+    what: str = "",
+    title: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """Any matrix, such as scores, a bias or a table of positions. Negative numbers are blue, positive ones orange.
+
+    Args:
+        m: the numbers, (rows, columns); NaN is grey.
+        tokens: names of the columns; without `queries`, the last of them are the rows.
+        queries: names of the rows.
+        mask: as in `weights`.
+        vmin: the number with the first colour; 0 by default, or −vmax if any number is negative.
+        vmax: the number with the last colour; the largest one by default.
+        values: whether to print the numbers in the cells, if they are large enough.
+        labels: labels of the axis down and of the axis across.
+        what: label of the colour bar.
+        title: the title.
+        ax: the axes to draw in; a new figure with a colour bar by default.
+
+    Returns:
+        The axes.
+
+    Raises:
+        InputError: for anything but a matrix, or a wrong number of tokens.
+
+    >>> import torch, qkv
+    >>> scores = torch.tensor([[2.0, -1.0], [0.5, 1.0]])
+    >>> qkv.plot.matrix(scores, labels=("row", "column")).images[0].norm.vmin
+    -2.0
+    """
+    shown = matrix_of(m, "m", tokens, queries, mask)
+    norm = norm_of([shown], vmin, vmax)
+    return drawn(shown, norm, values=values, labels=labels, what=what, title=title, ax=ax)
 
 
 def panels(
@@ -135,58 +235,138 @@ def heads(
     return wall(shown, norm, columns=columns, what="weight", title=title)
 
 
+def matrix_of(m: Any, name: str, tokens: Sequence[Any] | None, queries: Sequence[Any] | None, mask: Any) -> Matrix:
+    """Any matrix, with the names of both sides that are given."""
+    values = array(m, name)
+    if values.ndim != 2 or 0 in values.shape:
+        raise InputError(f"{name} has shape {values.shape}, expected a matrix (rows, columns)")
+    return Matrix(masked(values, mask), *token_lists(tokens, queries, *values.shape))
+
+
+def drawn(
+    shown: Matrix,
+    norm: Normalize,
+    *,
+    values: bool,
+    labels: tuple[str, str] = ("query", "key"),
+    what: str,
+    title: str,
+    ax: Axes | None,
+) -> Axes:
+    """A matrix in new axes with a colour bar, or in `ax`; see `weights` and `matrix`."""
+    if ax is None:
+        return wall({title: shown}, norm, labels=labels, what=what, values=values).axes[0]
+    draw(ax, pooled(shown), norm, labels=labels, title=title, values=values)
+    return ax
+
+
 def wall(
     given: Mapping[str, Matrix],
     norm: Normalize,
     *,
-    columns: int | None,
+    columns: int | None = None,
     labels: tuple[str, str] = ("query", "key"),
     what: str | None,
-    title: str,
+    title: str = "",
+    values: bool = False,
 ) -> Figure:
-    """Panels in rows, with one colour bar if `what` is not None. Only the outer panels have labels."""
+    """Panels in rows, with one colour bar if `what` is not None; one matrix is larger. Outer panels have the labels."""
     n = len(given)
     across = (n if n <= 4 else min(4, -(-n // -(-n // 4)))) if columns is None else columns
     at_least_one("panels", columns=across)
     across = min(across, n)
-    shown = [pooled(m, 400) for m in given.values()]
-    tallest, longest = (max(m.values.shape[axis] for m in given.values()) for axis in (0, 1))
-    left = 0.45 + max(label_inches(m.queries, SIDE / tallest, across=False) for m in shown)
+    shown = [pooled(m, PIXELS if n == 1 else 400) for m in given.values()]
+    rows, keys = (max(m.size[axis] for m in shown) for axis in (0, 1))
     gap, bar_inches = 0.22, 0.15 if what is None else 0.75
-    side = min(SIDE, (MANY_WIDTH - left - bar_inches - gap * (across - 1)) / across)
-    below = 0.35 + max(label_inches(m.keys, side / longest, across=True) for m in shown)
-    talls = [side * min(1.7, max(0.2, m.values.shape[0] / m.values.shape[1])) for m in given.values()]
-    texts = [textwrap.fill(name, max(12, int(side * 15))) for name in given]
+    side, tall = sides(rows, keys) if n == 1 else (SIDE, SIDE)
+    left = 0.45 + max(label_inches(m.queries, tall / rows, across=False) for m in shown)
+    talls = [tall]
+    if n > 1:
+        side = min(SIDE, (MANY_WIDTH - left - bar_inches - gap * (across - 1)) / across)
+        talls = [side * min(1.7, max(0.2, m.size[0] / m.size[1])) for m in shown]
+    below = 0.35 + max(label_inches(m.keys, side / keys, across=True) for m in shown)
+    texts = [textwrap.fill(name, max(12, int((side + (0.8 if n == 1 else 0)) * 13))) for name in given]
     width = left + across * (side + gap) - gap + bar_inches
-    lines = textwrap.wrap(title, int(width * 11)) if title else []
+    lines = textwrap.wrap(title, int(width * 11))
     tops, y = list[float](), 0.12 + 0.2 * len(lines)
     for row in range(0, n, across):  # the upper edges of the panels, below their titles
-        y += 0.12 + 0.15 * max(text.count("\n") + 1 for text in texts[row : row + across])
+        y += 0.12 + 0.16 * max(len(text.splitlines()) for text in texts[row : row + across])
         tops.append(y)
         y += max(talls[row : row + across]) + 0.12
-    figure = Drawing(figsize=(width, y - 0.12 + below))
-    _head(figure, lines)
-    for index, (m, tall, text) in enumerate(zip(shown, talls, texts, strict=True)):
+    figure = headed(width, y - 0.12 + below, lines)
+    for index, (m, high, text) in enumerate(zip(shown, talls, texts, strict=True)):
         row, column = divmod(index, across)
-        axes = place(figure, left + column * (side + gap), tops[row], side, tall)
-        image = draw(axes, m, norm, labels=labels, title=text)
-        axes.title.set_fontsize(8)
-        if column:  # only the outer panels have labels
+        axes = place(figure, left + column * (side + gap), tops[row], side, high)
+        image = draw(axes, m, norm, labels=labels, title=text, values=values)
+        if column:
             axes.set_ylabel("")
             axes.tick_params(labelleft=False)
         if index + across < n:
             axes.set_xlabel("")
             axes.tick_params(labelbottom=False)
     if what is not None:
-        bar = place(figure, width - bar_inches + 0.12, tops[0], 0.1, min(max(talls[:across]), side))
-        colour_bar(bar, image, label=what)
+        down, right = shown[0].bins
+        label = what if shown[0].bins == (1, 1) else f"largest {what or 'value'} in bins of {down} × {right}"
+        bar = place(figure, width - bar_inches + 0.12, tops[0], 0.1, max(talls[:across]))
+        colour_bar(bar, image, label=label)
     return figure
 
 
-def _head(figure: Figure, lines: list[str]) -> None:
-    """Print the title of a figure."""
-    wide, tall = figure.get_size_inches()
-    figure.text(0.1 / wide, 1 - 0.08 / tall, "\n".join(lines), va="top", fontsize=10, color=INK)
+def headed(width: float, height: float, lines: list[str]) -> Drawing:
+    """A new figure with the lines of its title."""
+    figure = Drawing(figsize=(width, height))
+    figure.text(0.1 / width, 1 - 0.08 / height, "\n".join(lines), va="top", fontsize=10, color=INK)
+    return figure
+
+
+def draw(ax: Axes, shown: Matrix, norm: Normalize, *, labels: tuple[str, str], title: str, values: bool) -> AxesImage:
+    """Draw a matrix, or its bins, with labels on both sides; `values` prints the numbers."""
+    (rows, columns), (down, across) = (
+        shown.size,
+        (size * n for size, n in zip(shown.bins, shown.values.shape, strict=True)),
+    )
+    image = heat(ax, shown.values, norm, extent=(-0.5, across - 0.5, down - 0.5, -0.5))
+    ax.set_xlim(-0.5, columns - 0.5)
+    ax.set_ylim(rows - 0.5, -0.5)
+    panel_title(ax, title)
+    label_side(ax, "y", shown.queries, rows, labels[0])
+    label_side(ax, "x", shown.keys, columns, labels[1])
+    if values and shown.bins == (1, 1):
+        write_cells(ax, image, cell_number)
+    return image
+
+
+def norm_of(shown: Sequence[Matrix], vmin: float | None, vmax: float | None, power: float = 1.0) -> Normalize:
+    """The colour scale of some matrices: from 0, or symmetrical if any number is negative."""
+    known = np.concatenate([x.values[np.isfinite(x.values)] for x in shown])
+    low, top = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+    if vmin is None and low < 0:
+        vmax = max(-low, top) if vmax is None else vmax
+        vmin = -vmax
+    vmin = 0.0 if vmin is None else vmin
+    vmax = top if vmax is None else vmax
+    vmax = vmax if vmax > vmin else vmin + 1.0
+    if not power > 0:
+        raise InputError(f"power is {power}, expected more than 0")
+    return Normalize(vmin, vmax) if power == 1 else PowerNorm(power, vmin, vmax)
+
+
+def pooled(shown: Matrix, most: int = PIXELS) -> Matrix:
+    """The number of largest magnitude in each bin, with at most `most` bins on a side."""
+    values, sizes = shown.values, [-(-n // most) for n in shown.values.shape]
+    for axis, size in enumerate(sizes):
+        if size > 1:
+            at = np.arange(0, values.shape[axis], size)
+            high, low = np.fmax.reduceat(values, at, axis=axis), np.fmin.reduceat(values, at, axis=axis)
+            values = np.where(-low > high, low, high)
+    bins = shown.bins[0] * sizes[0], shown.bins[1] * sizes[1]
+    return replace(shown, values=values, bins=bins, of=shown.size)
+
+
+def sides(n_queries: int, n_keys: int) -> tuple[float, float]:
+    """Width and height of a matrix in inches, with square cells unless it is very long."""
+    cell = min(CELL, MOST / max(n_queries, n_keys))
+    return max(cell * n_keys, min(LEAST, CELL * 2 * n_keys)), max(cell * n_queries, min(LEAST, CELL * 2 * n_queries))
 
 
 def model(
@@ -243,8 +423,7 @@ def model(
     left, width = 0.5, max(0.5 + wide + beside + 0.73, 2.2)
     lines = textwrap.wrap(title, int(width * 11))
     top = 0.5 + 0.2 * len(lines) + (0.05 if title else 0)
-    figure = Drawing(figsize=(width, top + tall + below))
-    _head(figure, lines)
+    figure = headed(width, top + tall + below, lines)
     axes, image = place(figure, left, top, wide, tall), None
     for row, layer in enumerate(shown):
         for column, m in enumerate(layer):
