@@ -72,7 +72,7 @@ def ablation_figure(ablation: Ablation) -> Figure:
     largest = max(1e-6, float(table["delta_nats"].abs().max()))
     shown = HeadMap(table, "delta_nats", "change of the loss, nats per token", Normalize(-largest, largest))
     axes = place(figure, 0.65, 1.1, wide, tall)
-    head_map(axes, place(figure, 0.74 + wide, 1.1, 0.08, tall), shown)
+    head_map(axes, shown)
     bars = chart(figure, 0.65 + wide + 1.0, 1.1, beside, tall, "all heads of the layer at once")
     bars.barh(range(layers), ablation.layers["delta_nats"], height=0.7, color=WARM)
     bars.set(ylim=axes.get_ylim(), yticks=axes.get_yticks(), yticklabels=[], xlabel="nats per token")
@@ -295,11 +295,10 @@ def mixing_figure(data: xr.Dataset, name: str) -> Figure:
     height = 1.05 + tall + max(0.8, room_below(tokens, 5.45))
     figure = titled(9.6, height, _mixing_sentence(one), _mixing_subtitle(one, name))
     heat = place(figure, 0.72, 1.05, 5.45, tall, "Movement of each token, share of its norm")
-    bar = place(figure, 6.24, 1.05, 0.09, tall)
     curve = chart(figure, 7.3, 1.05, 2.0, tall, "Mean of later tokens")
 
     most = max(float(np.nanmax(moved)), 2 * FAINTEST)
-    token_strip(heat, bar, moved, LogNorm(FAINTEST, most), under="white", extend=0.06)
+    token_strip(heat, moved, LogNorm(FAINTEST, most), under="white", extend=0.06)
     along(heat, tokens, "token")
     heat.spines[:].set_color(HAIRLINE)
 

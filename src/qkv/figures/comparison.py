@@ -115,7 +115,7 @@ def similarity_figure(subtitle: str, table: pd.DataFrame, types: pd.DataFrame) -
     subtitle = f"{subtitle} · {measure} · from {of}"
     figure = titled(2 * SIDE + 3.1, SIDE + 1.85, _similarity_sentence(table), subtitle)
     pairs = place(figure, 0.7, 1.2, SIDE, SIDE, "All pairs of heads")
-    _matrix(pairs, place(figure, 0.8 + SIDE, 1.2, 0.09, SIDE), table)
+    _matrix(pairs, table)
     points = place(figure, SIDE + 1.6, 1.2, SIDE, SIDE, "Heads with similar maps lie close together")
     _plane(points, table, types["type"].to_numpy())
     return figure
@@ -140,7 +140,7 @@ def plane(similarity: np.ndarray) -> np.ndarray:
     return places
 
 
-def _matrix(axes: Axes, bar: Axes, table: pd.DataFrame) -> None:
+def _matrix(axes: Axes, table: pd.DataFrame) -> None:
     image = heat(axes, table.to_numpy(), Normalize(0, 1))
     axes.set_aspect("equal")
     layer = table.index.get_level_values(0).to_numpy()
@@ -155,7 +155,7 @@ def _matrix(axes: Axes, bar: Axes, table: pd.DataFrame) -> None:
     axes.set(xlabel="layer (its heads in order)", ylabel="layer")
     axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
     axes.spines[:].set_visible(False)
-    colour_bar(bar, image)
+    colour_bar(image)
 
 
 def _plane(axes: Axes, table: pd.DataFrame, types: np.ndarray) -> None:

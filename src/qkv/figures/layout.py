@@ -16,7 +16,6 @@ from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.collections import LineCollection
-from matplotlib.colorbar import Colorbar
 from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
@@ -104,9 +103,7 @@ class Drawing(Figure):
 
     def _repr_png_(self) -> bytes:
         """The PNG shown in notebooks, since pyplot does not manage this figure."""
-        file = io.BytesIO()
-        self.savefig(file, format="png", dpi=150)
-        return file.getvalue()
+        return png_of(self)
 
     def savefig(self, *args: Any, **options: Any) -> None:
         """As `Figure.savefig`; matplotlib's global font settings are changed only while the file is written."""
@@ -114,16 +111,25 @@ class Drawing(Figure):
             super().savefig(*args, **options)
 
 
-def titled(width: float, height: float, title: str, subtitle: str) -> Drawing:
+def titled(width: float, height: float, title: str, subtitle: str = "") -> Drawing:
     """A new figure with a bold title and below it a subtitle, both wrapped; one inch has room for three lines."""
     figure = Drawing(figsize=(width, height))
-    lines = textwrap.wrap(title.replace("$", r"\$"), int(width * 9.3)) or [""]
     place: dict[str, Any] = {"x": 0.3 / width, "va": "top"}
+    lines = _lines(title, width)
     figure.text(y=1 - 0.2 / height, s="\n".join(lines), fontsize=11.5, color=INK, weight="bold", **place)
     below = 0.25 + 0.2 * len(lines)
     wrapped = textwrap.fill(subtitle.replace("$", r"\$"), int(width * 13.3))
     figure.text(y=1 - below / height, s=wrapped, fontsize=8.5, color=MUTED, **place)
     return figure
+
+
+def title_inches(title: str, width: float) -> float:
+    """The height of the title of a figure of this width in inches: 0 without one."""
+    return 0.2 + 0.2 * len(_lines(title, width)) if title else 0.0
+
+
+def _lines(title: str, width: float) -> list[str]:
+    return textwrap.wrap(title.replace("$", r"\$"), int(width * 9.3))
 
 
 class Panel(Axes):
@@ -184,13 +190,18 @@ def note(axes: Axes, y: float, text: str) -> None:
 
 
 def colour_bar(
-    bar: Axes, image: Any, number: Callable[[float], str] | None = None, *, label: str = "", **options: Any
-) -> Colorbar:
-    """The colour bar of an image. `number` formats its numbers: four or one an inch, unless the scale is logarithmic.
+    image: Any, number: Callable[[float], str] | None = None, *, label: str = "", beside: float = 0.1,
+    height: float | None = None, **options: Any,
+) -> Axes:  # fmt: skip
+    """The colour bar of an image, `beside` inches on the right of its axes, and as high by default.
 
-    `label` names the quantity; `options` are those of `Figure.colorbar`.
+    `number` formats its numbers: four or one an inch, unless the scale is logarithmic. `label` names the quantity;
+    `options` are those of `Figure.colorbar`. Returns the axes of the bar.
     """
-    drawn: Colorbar = bar.figure.colorbar(image, cax=bar, **options)
+    figure, box = image.axes.figure, image.axes.get_position(original=True)
+    wide, tall = figure.get_size_inches()
+    bar = place(figure, box.x1 * wide + beside, (1 - box.y1) * tall, 0.09, height or box.height * tall)
+    drawn = figure.colorbar(image, cax=bar, **options)
     drawn.outline.set_visible(False)
     if not isinstance(image.norm, LogNorm):
         inches = bar.bbox.height / bar.figure.dpi
@@ -201,7 +212,7 @@ def colour_bar(
         bar.yaxis.set_minor_formatter(NullFormatter())
     bar.tick_params(which="both", length=0, labelsize=6.5, colors=MUTED, pad=2)
     bar.set_ylabel(label, fontsize=7.5, labelpad=4)
-    return drawn
+    return bar
 
 
 def heat(
@@ -226,7 +237,7 @@ def heat(
 
 
 def token_strip(
-    axes: Axes, bar: Axes, values: np.ndarray, norm: LogNorm, *, under: str | None = None, extend: float = 0.0
+    axes: Axes, values: np.ndarray, norm: LogNorm, *, under: str | None = None, extend: float = 0.0
 ) -> None:
     """Rows of values along a text, (rows, tokens) averaged over bins of a long text, and their colour bar in percent.
 
@@ -239,7 +250,7 @@ def token_strip(
     rows = np.arange(len(values) + 1) - 0.5
     image = axes.pcolormesh(edges - 0.5, rows, binned, cmap=colours, norm=norm, rasterized=True, linewidth=0)
     axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
-    colour_bar(bar, image, in_percent, extend="min" if extend else "neither", extendfrac=extend or None)
+    colour_bar(image, in_percent, extend="min" if extend else "neither", extendfrac=extend or None)
 
 
 def number_ticks(axis: Axis, ids: Any, most: int = 16) -> None:
@@ -305,8 +316,8 @@ class HeadMap(NamedTuple):
     """Whether the numbers are shares, printed in percent."""
 
 
-def head_map(axes: Axes, bar: Axes | None, shown: HeadMap, *, label: str = "") -> None:
-    """A map of all heads, with a title and, at `bar`, a colour bar with a label. Signed numbers need larger cells."""
+def head_map(axes: Axes, shown: HeadMap, *, bar: bool = True, label: str = "") -> None:
+    """A map of all heads, with a title and a colour bar with a label. Signed numbers need larger cells."""
     grid = shown.table.pivot(index="layer", columns="head", values=shown.column).astype(float)
     signed, scale = (shown.norm.vmin or 0) < 0, 100 if shown.percent else 1
     written = (lambda value: f"{100 * value:.0f}") if shown.percent else cell_number
@@ -318,8 +329,8 @@ def head_map(axes: Axes, bar: Axes | None, shown: HeadMap, *, label: str = "") -
     axes.set_xlabel("head", fontsize=8, color=MUTED)
     axes.set_ylabel("layer", fontsize=8, color=MUTED)
     panel_title(axes, shown.title)
-    if bar is not None:
-        colour_bar(bar, image, number, label=label)
+    if bar:
+        colour_bar(image, number, label=label)
 
 
 def map_sides(shape: tuple[int, ...], cell: float) -> tuple[float, float]:
@@ -342,15 +353,14 @@ def head_maps(
     shared = len({id(shown.norm) for shown in maps}) == 1
     left, gap_x, gap_y = 0.65, 0.45 if shared else 0.9, 0.75
     width = max(left + across * (wide + gap_x) + (0.6 if shared else 0.1), 8.4)
-    top = 0.95 + 0.2 * len(textwrap.wrap(title, int(width * 9.3)))
-    top += 0.15 * max([0, *(shown.title.count("\n") for shown in maps)])
+    top = 0.75 + title_inches(title, width) + 0.15 * max([0, *(shown.title.count("\n") for shown in maps)])
     figure = titled(width, top + down * (tall + gap_y) + below, title, subtitle)
     drawn = []
     for at, shown in enumerate(maps):
         row, column = divmod(at, across)
         x, y = left + column * (wide + gap_x), top + row * (tall + gap_y)
-        axes, has_bar = place(figure, x, y, wide, tall), not shared or at + 1 == min(across, len(maps))
-        head_map(axes, place(figure, x + wide + 0.09, y, 0.08, tall) if has_bar else None, shown)
+        axes = place(figure, x, y, wide, tall)
+        head_map(axes, shown, bar=not shared or at + 1 == min(across, len(maps)))
         axes.set(xlabel="head" if at + across >= len(maps) else "", ylabel="" if column else "layer")
         drawn.append(axes)
     return figure, drawn, top + down * (tall + gap_y)
@@ -475,7 +485,7 @@ def text_figure(
     figure = titled(9.8, 3.27 + tall + room_below(tokens, wide), title, subtitle)
     curve, strip = chart(figure, left, 0.95, wide, 2.2), place(figure, left, 3.27, wide, tall)
     share_curve(curve, share, tokens, 9)
-    token_strip(strip, place(figure, left + wide + 0.09, 3.27, 0.08, tall), rows, norm)
+    token_strip(strip, rows, norm)
     strip.spines[:].set_visible(False)
     along(curve, tokens, what, labels=False)
     along(strip, tokens, what)

@@ -91,7 +91,7 @@ def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: st
         values = np.ma.masked_where(picture.visible.cpu().numpy() == 0, weights.double().cpu().numpy())
         norm = _norm(values)
         image = heat(axes, values, norm, extent=(across[0] - 0.5, across[-1] - 0.5, down[-1] - 0.5, down[0] - 0.5))
-        _weight_bar(place(figure, x + wide / DPI + 0.1, y, 0.1, tall / DPI), image, norm, what)
+        _weight_bar(image, norm, what)
         for side, names, edges, of in (("y", rows, down, "query"), ("x", columns, across, "key")):
             label_side(axes, side, names, edges[-1] - edges[0], of if names else f"{of} position", first=edges[0])
     return figure
@@ -106,15 +106,15 @@ def _norm(values: np.ma.MaskedArray) -> Normalize:
     return LogNorm(low, top) if top > RANGE * low else Normalize(0, top)
 
 
-def _weight_bar(bar: Axes, image: AxesImage, norm: Normalize, what: str) -> None:
+def _weight_bar(image: AxesImage, norm: Normalize, what: str) -> None:
     """A colour bar in percent. A logarithmic one has powers of ten, and the largest weight if it overlaps none."""
     logarithmic = isinstance(norm, LogNorm)
-    drawn = colour_bar(bar, image, in_percent, extend="min" if logarithmic else "neither", extendfrac=0.03)
+    bar = colour_bar(image, in_percent, extend="min" if logarithmic else "neither", extendfrac=0.03)
     if logarithmic:
         low, top = float(norm.vmin or 0), float(norm.vmax or 1)
         tens = [10.0**n for n in range(math.ceil(math.log10(low)), math.floor(math.log10(top)) + 1)]
-        drawn.set_ticks([*(x for x in tens if x < 0.75 * top), top], minor=False)
-        drawn.set_ticks([], minor=True)
+        bar.set_yticks([*(x for x in tens if x < 0.75 * top), top])
+        bar.set_yticks([], minor=True)
     scale = f"{what},\nlog scale" if logarithmic else what
     bar.set_title(scale, fontsize=7.5, color=MUTED, loc="left", pad=7, linespacing=1.1)
 
@@ -317,7 +317,7 @@ def alignment_figure(
     sentence = _alignment_sentence(shown, targets, sources, special)
     title = f"{of}: {sentence}" if of else sentence[0].upper() + sentence[1:]
     figure = titled(max(left + wide + 1.0, 6.4), top + tall + 0.35, title, subtitle)
-    axes, bar = place(figure, left, top, wide, tall), place(figure, left + wide + 0.12, top, 0.1, tall)
+    axes = place(figure, left, top, wide, tall)
     norm = Normalize(0, max(float(shown.max()), 0.1))
     image = heat(axes, shown, norm)
     label_side(axes, "y", targets, len(targets), "target: query")
@@ -325,7 +325,7 @@ def alignment_figure(
     axes.tick_params(top=False, bottom=False, labeltop=True, labelbottom=False)
     axes.xaxis.set_label_position("top")
     write_cells(axes, image, lambda weight: f"{100 * weight:.0f}", least=PRINTED)
-    colour_bar(bar, image, hundredths)
+    bar = colour_bar(image, hundredths)
     bar.set_title("weight, %", fontsize=7.5, color=MUTED, loc="left", pad=5)
     return figure
 

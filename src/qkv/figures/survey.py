@@ -60,7 +60,7 @@ def distribution(survey: Survey, group: str | None = None) -> Figure:
     means = survey.heads(group)["distance"]
     title = f"Mean {about.label.lower()} of a head: from {means.min():.2g} to {means.max():.3g} {about.units}"
     figure = titled(8.2, tall + 1.75, title, f"{_about(survey)} · share of each head's queries, one row per head")
-    axes, bar = place(figure, 0.75, 1.05, 6.4, tall), place(figure, 7.3, 1.05, 0.1, tall)
+    axes = place(figure, 0.75, 1.05, 6.4, tall)
     picture = heat(axes, np.sqrt(share), Normalize(0))
     borders = edges(about)
     ticks = np.linspace(0, counts.shape[1], 6).round().astype(int)
@@ -71,7 +71,7 @@ def distribution(survey: Survey, group: str | None = None) -> Figure:
     )
     axes.set(xlabel=f"{about.label.lower()} ({about.units})", ylabel="layer, with a row for each head")
     plain(axes)
-    colour_bar(bar, picture, lambda root: f"{100 * root * root:.0f} %")
+    colour_bar(picture, lambda root: f"{100 * root * root:.0f} %")
     return figure
 
 

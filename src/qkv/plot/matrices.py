@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from matplotlib.patches import FancyArrowPatch
 
 from qkv.errors import InputError, at_least_one, kind_of
@@ -30,6 +29,8 @@ from qkv.figures.layout import (
     label_side,
     panel_title,
     place,
+    title_inches,
+    titled,
     token_label,
     write_cells,
 )
@@ -43,6 +44,35 @@ MANY_WIDTH = 7.0  # inches of a figure of several panels
 SIDE = 2.5  # largest width of a panel in inches
 THUMBNAIL = 96  # bins on a side of a head in the wall of a model
 NARROWEST = 0.3  # inches of a head in the wall of a model
+
+
+@dataclass(frozen=True)
+class Style:
+    """How matrices are drawn; `matrix` and `weights` explain the fields."""
+
+    title: str
+    what: str | None
+    """The label of the colour bar; none is drawn if it is None."""
+    labels: tuple[str, str] = ("query", "key")
+    vmin: float | None = None
+    vmax: float | None = None
+    power: float = 1.0
+    values: bool = False
+
+    def norm(self, shown: Sequence[Matrix]) -> Normalize:
+        """The colour scale of some matrices: from 0, or symmetrical if any number is negative."""
+        known = np.concatenate([x.values[np.isfinite(x.values)] for x in shown])
+        low, top = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+        vmin, vmax = self.vmin, self.vmax
+        if vmin is None and low < 0:
+            vmax = max(-low, top) if vmax is None else vmax
+            vmin = -vmax
+        vmin = 0.0 if vmin is None else vmin
+        vmax = top if vmax is None else vmax
+        vmax = vmax if vmax > vmin else vmin + 1.0
+        if not self.power > 0:
+            raise InputError(f"power is {self.power}, expected more than 0")
+        return Normalize(vmin, vmax) if self.power == 1 else PowerNorm(self.power, vmin, vmax)
 
 
 def weights(
@@ -91,8 +121,7 @@ def weights(
     """
     one = select_layer(layers(w, item), layer)
     shown = one.matrix(one.head(head), tokens, queries, mask)
-    norm = norm_of([shown], 0, vmax, power)
-    return drawn(shown, norm, values=values, title=title, ax=ax, what="weight")
+    return drawn(shown, Style(title, "weight", vmin=0, vmax=vmax, power=power, values=values), ax)
 
 
 def matrix(
@@ -136,8 +165,7 @@ def matrix(
     -2.0
     """
     shown = matrix_of(m, "m", tokens, queries, mask)
-    norm = norm_of([shown], vmin, vmax)
-    return drawn(shown, norm, values=values, labels=labels, what=what, title=title, ax=ax)
+    return drawn(shown, Style(title, what, labels, vmin, vmax, values=values), ax)
 
 
 def panels(
@@ -186,8 +214,8 @@ def panels(
         raise InputError(f"matrices is {got}, expected a dictionary with at least one matrix by its title")
     shown = {name: matrix_of(m, f"matrices[{name!r}]", tokens, queries, mask) for name, m in matrices.items()}
     truth = all("bool" in str(getattr(m, "dtype", "")) for m in matrices.values())
-    norm = norm_of(list(shown.values()), vmin, 1.3 if truth and vmax is None else vmax, power)
-    return wall(shown, norm, columns=columns, labels=labels, what=None if truth else what, title=title)
+    vmax = 1.3 if truth and vmax is None else vmax
+    return wall(shown, Style(title, None if truth else what, labels, vmin, vmax, power), columns)
 
 
 def heads(
@@ -231,8 +259,7 @@ def heads(
     one = select_layer(layers(w, item), layer)
     maps = zip(one.heads, one.weights(), strict=True)
     shown = {f"head {number}": one.matrix(m, tokens, queries, mask) for number, m in maps}
-    norm = norm_of(list(shown.values()), 0, vmax, power)
-    return wall(shown, norm, columns=columns, what="weight", title=title)
+    return wall(shown, Style(title, "weight", vmin=0, vmax=vmax, power=power), columns)
 
 
 def matrix_of(m: Any, name: str, tokens: Sequence[Any] | None, queries: Sequence[Any] | None, mask: Any) -> Matrix:
@@ -243,41 +270,23 @@ def matrix_of(m: Any, name: str, tokens: Sequence[Any] | None, queries: Sequence
     return Matrix(masked(values, mask), *token_lists(tokens, queries, *values.shape))
 
 
-def drawn(
-    shown: Matrix,
-    norm: Normalize,
-    *,
-    values: bool,
-    labels: tuple[str, str] = ("query", "key"),
-    what: str,
-    title: str,
-    ax: Axes | None,
-) -> Axes:
+def drawn(shown: Matrix, style: Style, ax: Axes | None) -> Axes:
     """A matrix in new axes with a colour bar, or in `ax`; see `weights` and `matrix`."""
     if ax is None:
-        return wall({title: shown}, norm, labels=labels, what=what, values=values).axes[0]
-    draw(ax, pooled(shown), norm, labels=labels, title=title, values=values)
+        return wall({style.title: shown}, replace(style, title="")).axes[0]
+    draw(ax, pooled(shown), style.norm([shown]), style, style.title)
     return ax
 
 
-def wall(
-    given: Mapping[str, Matrix],
-    norm: Normalize,
-    *,
-    columns: int | None = None,
-    labels: tuple[str, str] = ("query", "key"),
-    what: str | None,
-    title: str = "",
-    values: bool = False,
-) -> Figure:
-    """Panels in rows, with one colour bar if `what` is not None; one matrix is larger. Outer panels have the labels."""
+def wall(given: Mapping[str, Matrix], style: Style, columns: int | None = None) -> Figure:
+    """Panels in rows, with one colour scale; one matrix is larger. Only the outer panels have labels."""
     n = len(given)
     across = (n if n <= 4 else min(4, -(-n // -(-n // 4)))) if columns is None else columns
     at_least_one("panels", columns=across)
     across = min(across, n)
     shown = [pooled(m, PIXELS if n == 1 else 400) for m in given.values()]
     rows, keys = (max(m.size[axis] for m in shown) for axis in (0, 1))
-    gap, bar_inches = 0.22, 0.15 if what is None else 0.75
+    gap, bar_inches, norm = 0.22, 0.15 if style.what is None else 0.75, style.norm(list(given.values()))
     side, tall = sides(rows, keys) if n == 1 else (SIDE, SIDE)
     left = 0.45 + max(label_inches(m.queries, tall / rows, across=False) for m in shown)
     talls = [tall]
@@ -287,68 +296,41 @@ def wall(
     below = 0.35 + max(label_inches(m.keys, side / keys, across=True) for m in shown)
     texts = [textwrap.fill(name, max(12, int((side + (0.8 if n == 1 else 0)) * 13))) for name in given]
     width = left + across * (side + gap) - gap + bar_inches
-    lines = textwrap.wrap(title, int(width * 11))
-    tops, y = list[float](), 0.12 + 0.2 * len(lines)
+    tops, y = list[float](), 0.12 + title_inches(style.title, width)
     for row in range(0, n, across):  # the upper edges of the panels, below their titles
         y += 0.12 + 0.16 * max(len(text.splitlines()) for text in texts[row : row + across])
         tops.append(y)
         y += max(talls[row : row + across]) + 0.12
-    figure = headed(width, y - 0.12 + below, lines)
+    figure = titled(width, y - 0.12 + below, style.title)
     for index, (m, high, text) in enumerate(zip(shown, talls, texts, strict=True)):
         row, column = divmod(index, across)
         axes = place(figure, left + column * (side + gap), tops[row], side, high)
-        image = draw(axes, m, norm, labels=labels, title=text, values=values)
+        draw(axes, m, norm, style, text)
         if column:
             axes.set_ylabel("")
             axes.tick_params(labelleft=False)
         if index + across < n:
             axes.set_xlabel("")
             axes.tick_params(labelbottom=False)
-    if what is not None:
+    if style.what is not None:
         down, right = shown[0].bins
-        label = what if shown[0].bins == (1, 1) else f"largest {what or 'value'} in bins of {down} × {right}"
-        bar = place(figure, width - bar_inches + 0.12, tops[0], 0.1, max(talls[:across]))
-        colour_bar(bar, image, label=label)
+        binned = f"largest {style.what or 'value'} in bins of {down} × {right}"
+        label = style.what if shown[0].bins == (1, 1) else binned
+        colour_bar(figure.axes[across - 1].images[0], label=label, height=max(talls[:across]))
     return figure
 
 
-def headed(width: float, height: float, lines: list[str]) -> Drawing:
-    """A new figure with the lines of its title."""
-    figure = Drawing(figsize=(width, height))
-    figure.text(0.1 / width, 1 - 0.08 / height, "\n".join(lines), va="top", fontsize=10, color=INK)
-    return figure
-
-
-def draw(ax: Axes, shown: Matrix, norm: Normalize, *, labels: tuple[str, str], title: str, values: bool) -> AxesImage:
-    """Draw a matrix, or its bins, with labels on both sides; `values` prints the numbers."""
-    (rows, columns), (down, across) = (
-        shown.size,
-        (size * n for size, n in zip(shown.bins, shown.values.shape, strict=True)),
-    )
+def draw(ax: Axes, shown: Matrix, norm: Normalize, style: Style, title: str) -> None:
+    """Draw a matrix, or its bins, with labels on both sides."""
+    rows, columns = shown.size
+    down, across = (size * n for size, n in zip(shown.bins, shown.values.shape, strict=True))
     image = heat(ax, shown.values, norm, extent=(-0.5, across - 0.5, down - 0.5, -0.5))
-    ax.set_xlim(-0.5, columns - 0.5)
-    ax.set_ylim(rows - 0.5, -0.5)
+    ax.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
     panel_title(ax, title)
-    label_side(ax, "y", shown.queries, rows, labels[0])
-    label_side(ax, "x", shown.keys, columns, labels[1])
-    if values and shown.bins == (1, 1):
+    label_side(ax, "y", shown.queries, rows, style.labels[0])
+    label_side(ax, "x", shown.keys, columns, style.labels[1])
+    if style.values and shown.bins == (1, 1):
         write_cells(ax, image, cell_number)
-    return image
-
-
-def norm_of(shown: Sequence[Matrix], vmin: float | None, vmax: float | None, power: float = 1.0) -> Normalize:
-    """The colour scale of some matrices: from 0, or symmetrical if any number is negative."""
-    known = np.concatenate([x.values[np.isfinite(x.values)] for x in shown])
-    low, top = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
-    if vmin is None and low < 0:
-        vmax = max(-low, top) if vmax is None else vmax
-        vmin = -vmax
-    vmin = 0.0 if vmin is None else vmin
-    vmax = top if vmax is None else vmax
-    vmax = vmax if vmax > vmin else vmin + 1.0
-    if not power > 0:
-        raise InputError(f"power is {power}, expected more than 0")
-    return Normalize(vmin, vmax) if power == 1 else PowerNorm(power, vmin, vmax)
 
 
 def pooled(shown: Matrix, most: int = PIXELS) -> Matrix:
@@ -411,7 +393,7 @@ def model(
     if (tokens is not None or queries is not None) and len({one.size for one in found}) > 1:
         raise InputError("tokens is given with layers of different sizes, expected None")
     shown = [[pooled(Matrix(head), THUMBNAIL) for head in masked(one.weights(), mask)] for one in found]
-    norm = norm_of([m for layer in shown for m in layer], 0, vmax, power)
+    norm = Style(title, "weight", vmin=0, vmax=vmax, power=power).norm([m for layer in shown for m in layer])
     widest, rows = max((one.heads for one in found), key=len), len(shown)
     columns = len(widest)
     cell = max(NARROWEST, min(1.1, 6.2 / columns, 7.5 / rows))
@@ -421,9 +403,8 @@ def model(
     beside = 0.12 + (label_inches(rights, inner / len(rights), across=False) if rights else 0.0)
     below = 0.12 + (label_inches(belows, inner / len(belows), across=True) if belows else 0.0)
     left, width = 0.5, max(0.5 + wide + beside + 0.73, 2.2)
-    lines = textwrap.wrap(title, int(width * 11))
-    top = 0.5 + 0.2 * len(lines) + (0.05 if title else 0)
-    figure = headed(width, top + tall + below, lines)
+    top = 0.5 + title_inches(title, width)
+    figure = titled(width, top + tall + below, title)
     axes, image = place(figure, left, top, wide, tall), None
     for row, layer in enumerate(shown):
         for column, m in enumerate(layer):
@@ -436,7 +417,7 @@ def model(
         axis.set_ticks([x + 0.5 for x in range(0, n, step)], [str(x) for x in ids[::step]])
     axes.tick_params(length=0, labelsize=7.5, labelcolor=MUTED, labeltop=True, labelbottom=False, pad=2)
     axes.xaxis.set_label_position("top")
-    colour_bar(place(figure, left + wide + beside, top, 0.1, min(tall, 2.2)), image, label="weight")
+    colour_bar(image, label="weight", beside=beside, height=min(tall, 2.2))
     for side, names, count in (("y", rights, rows), ("x", belows, columns)):
         if names is None:
             continue

@@ -164,16 +164,16 @@ def _head_numbers(
     """A column of a table with the columns "layer" and "head"; see `by_head`."""
     low, top = float(np.nanmin(table[column], initial=0)), float(np.nanmax(table[column], initial=0))
     most = max(top, -low) if vmax is None else vmax
-    bar: Axes | None = None
+    bar = ax is None
     if ax is None:
         layers, heads = table["layer"].nunique(), table["head"].nunique()
         wide, tall = map_sides((layers, heads), min(0.5, 6.4 / heads, 7.0 / layers))
-        tall = max(tall, SHORTEST)
         title = textwrap.fill(title, max(16, int((wide + 0.8) * 12.5)))
         above = 0.2 + 0.2 * len(title.splitlines())
-        figure = Drawing(figsize=(0.55 + wide + 0.8, above + tall + 0.5))
-        ax, bar = place(figure, 0.55, above, wide, tall), place(figure, 0.55 + wide + 0.12, above, 0.1, tall)
-    head_map(ax, bar, HeadMap(table, column, title, Normalize(-most if low < 0 else 0, most or 1.0)), label=what)
+        figure = Drawing(figsize=(0.55 + wide + 0.8, above + max(tall, SHORTEST) + 0.5))
+        ax = place(figure, 0.55, above, wide, max(tall, SHORTEST))
+    norm = Normalize(-most if low < 0 else 0, most or 1.0)
+    head_map(ax, HeadMap(table, column, title, norm), bar=bar, label=what)
     return ax
 
 
