@@ -22,6 +22,7 @@ from qkv.figures.layout import (
     HeadMap,
     along,
     chart,
+    charts,
     head_map,
     head_maps,
     legend,
@@ -91,24 +92,24 @@ def budget_figure(eviction: Eviction) -> Figure:
     """Cost by budget, a line for each policy: the increase of the loss, if it was measured, and attention lost."""
     mean = eviction.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().reset_index()
     panels = [(mean, "mass_lost", "Attention on evicted keys, mean of all heads")]
+    subtitle = _eviction_subtitle(eviction)
     if eviction.loss is not None:
         label = "Increase of the loss, nats per token" + " (bars: 95 %)" * (eviction.attrs["texts"] > 1)
         panels.insert(0, (eviction.loss[eviction.loss["policy"] != "full"], "delta_nats", label))
-    wide, gap = (4.0, 0.95) if len(panels) > 1 else (6.4, 0)
+        subtitle += f" · loss with all keys {eviction.loss['nats'].iloc[0]:.2f} nats"
+    wides = [4.0, 4.0] if len(panels) > 1 else [6.2]
     many = len(eviction.attrs["policies"]) > 4  # too many for a legend between the lines
-    width = max(0.85 + len(panels) * (wide + gap), 7.4) + (3.7 if many else 0)
-    whole = "" if eviction.loss is None else f" · loss with all keys {eviction.loss['nats'].iloc[0]:.2f} nats"
-    subtitle = _eviction_subtitle(eviction) + whole
-    figure = titled(width, 4.5, _eviction_sentence(eviction, mean), subtitle)
-    for index, (table, column, label) in enumerate(panels):
-        axes = chart(figure, 0.75 + index * (wide + gap), 1.2, wide, 2.75, label)
+    figure, drawn = charts(
+        _eviction_sentence(*panels[0][:2]), subtitle, wides, 2.75, [label for *_, label in panels],
+        right=4.2 if many else 0.5,
+    )  # fmt: skip
+    for axes, (table, column, _) in zip(drawn, panels, strict=True):
         _lines(axes, table, column, eviction.attrs["policies"])
-        if column == "mass_lost":
-            axes.yaxis.set_major_formatter(PERCENT)
-        if index == 0 and not many:
-            legend(axes, fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
+    drawn[-1].yaxis.set_major_formatter(PERCENT)
     if many:
-        legend(axes, **BESIDE)
+        legend(drawn[-1], **BESIDE)
+    else:
+        legend(drawn[0], fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
     return figure
 
 
@@ -120,8 +121,7 @@ def needle_figure(found: pd.DataFrame) -> Figure:
     title = f"“{best['policy']}” with {best['budget']:,} keys finds {percent(best['right'])} of the hidden facts"
     whole = f"with all keys {percent(full['right'].mean())}, {full['nats'].mean():.2f} nats"
     subtitle = f"{found.attrs['model']} · a fact hidden in {found.attrs['tokens']:,} tokens · {whole}"
-    figure = titled(9.8, 4.5, title, subtitle)
-    axes = chart(figure, 0.75, 1.2, 4.6, 2.75, "Loss of the answer, nats per token")
+    figure, (axes,) = charts(title, subtitle, [4.6], 2.75, ["Loss of the answer, nats per token"], right=4.4)
     _lines(axes, by, "nats", found.attrs["policies"])
     reference_line(axes, float(full["nats"].mean()), "all keys")
     legend(axes, **BESIDE)
@@ -152,11 +152,11 @@ def _lines(axes: Axes, table: pd.DataFrame, column: str, meanings: dict[str, str
     looks = {policy: LINES.get(policy) or next(others) for policy in meanings}
     labels = {policy: f"{policy}: {meaning}" for policy, meaning in meanings.items()}
     budgets = sorted(int(b) for b in set(table["budget"]))
-    ends = table[[column, "low", "high"] if column == "delta_nats" else [column]]
+    ends = table[[name for name in (column, "low", "high") if name in table]]
     for at, (policy, rows) in enumerate(table.groupby("policy", sort=False)):
         colour, marker = looks[str(policy)]
         budget = rows["budget"].astype(float)
-        if column == "delta_nats":
+        if "low" in table:
             budget *= 2 ** (0.03 * (at - (len(meanings) - 1) / 2))  # beside one another
             axes.vlines(budget, rows["low"], rows["high"], color=colour, lw=1, alpha=0.6)
         style: dict[str, Any] = {"color": colour, "marker": marker, "ms": 5, "lw": 1.6}
@@ -171,22 +171,17 @@ def _lines(axes: Axes, table: pd.DataFrame, column: str, meanings: dict[str, str
     axes.axhline(0, color=MUTED, lw=0.6)
 
 
-def _eviction_sentence(eviction: Eviction, mean: pd.DataFrame) -> str:
+def _eviction_sentence(table: pd.DataFrame, column: str) -> str:
     """The title: the policies with the lowest and the highest cost at the smallest budget."""
-    if eviction.loss is None:
-        table, column = mean, "mass_lost"
-    else:
-        table, column = eviction.loss[eviction.loss["policy"] != "full"], "delta_nats"
     least = table[table["budget"] == table["budget"].min()].sort_values(column)
 
-    def cost(row: Any) -> str:
-        return percent(row[column]) if column == "mass_lost" else f"{row[column]:.2f} nats"
-
     best, worst = least.iloc[0], least.iloc[-1]
-    verb = "loses" if column == "mass_lost" else "costs"
-    what = " of the attention" if column == "mass_lost" else " per token"
-    title = f"With {best['budget']} keys, “{best['policy']}” {verb} {cost(best)}{what}"
-    return title if len(least) == 1 else f"{title}, “{worst['policy']}” {cost(worst)}"
+    if column == "mass_lost":
+        costs, verb, what = least[column].map(percent), "loses", "of the attention"
+    else:
+        costs, verb, what = least[column].map("{:.2f} nats".format), "costs", "per token"
+    title = f"With {best['budget']} keys, “{best['policy']}” {verb} {costs.iloc[0]} {what}"
+    return title if len(least) == 1 else f"{title}, “{worst['policy']}” {costs.iloc[-1]}"
 
 
 def _eviction_subtitle(eviction: Eviction) -> str:
@@ -262,10 +257,9 @@ def answer_figure(shares: xr.DataArray, names: Sequence[str], model: str) -> Fig
         f"{percent(float(mean[largest]))} of the attention of new tokens goes to the {shares['part'].values[largest]}"
     )
     subtitle = f"{model} · {counted(len(names), 'new token')} · mean shares of the rows that chose them"
-    figure = titled(10.4, 4.9, title, subtitle)
+    figure, drawn = charts(title, subtitle, [4.3, 4.3], 2.9)
     panels = (("head", "token"), "layer"), (("layer", "head"), "token")
-    for index, (others, along_) in enumerate(panels):
-        axes = chart(figure, 0.7 + 4.85 * index, 1.2, 4.3, 2.9)
+    for axes, (others, along_) in zip(drawn, panels, strict=True):
         at, values = np.arange(shares.sizes[along_]), shares.mean(others).transpose("part", along_).values
         axes.stackplot(at, values, labels=shares["part"].values, colors=PARTS, step="mid")
         step = -(-len(at) // 14)

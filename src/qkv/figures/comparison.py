@@ -26,7 +26,7 @@ from qkv.figures.layout import (
     titled,
 )
 from qkv.profiler.data.findings import head_name
-from qkv.profiler.data.frames import STATISTICS, target_change
+from qkv.profiler.data.frames import STATISTICS, size_of, target_change
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,11 +91,9 @@ def _subtitle(comparison: Comparison, group: str) -> str:
         for key in ("model", "dtype")
     )
     names = " → ".join(m if len(m) <= 28 else f"{m[:27]}…" for m in models)
-    data = comparison.groups[group]
     kind = "" if group == "self" else f"{group} attention · "
-    length = f"{data['n_queries'].values.mean():,.0f} tokens"
-    texts = f" · {data.sizes['text']} texts" if data.sizes["text"] > 1 else ""
-    return f"{names} · {' → '.join(dtypes)} · {kind}{length}{texts} · blue: less, orange: more"
+    size = size_of(comparison.groups[group])
+    return f"{names} · {' → '.join(dtypes)} · {kind}{size} · blue: less, orange: more"
 
 
 SIDE = 4.3  # inches, of both panels

@@ -157,6 +157,19 @@ def chart(figure: Figure, left: float, top: float, width: float, height: float, 
     return axes
 
 
+def charts(
+    title: str, subtitle: str, wides: Sequence[float], tall: float, labels: Sequence[str] = (), *, right: float = 0.45
+) -> tuple[Drawing, list[Axes]]:
+    """A new figure of charts side by side, of these widths in inches, with a label above each and room on the right."""
+    left, gap = 0.75, 0.9
+    width = max(left + sum(wides) + gap * (len(wides) - 1) + right, 6.4)
+    top = 0.75 + title_inches(title, width)
+    figure = titled(width, top + tall + 0.55, title, subtitle)
+    lefts = [left + sum(wides[:at]) + gap * at for at in range(len(wides))]
+    labels = labels or [""] * len(wides)
+    return figure, [chart(figure, x, top, wide, tall, text) for x, wide, text in zip(lefts, wides, labels, strict=True)]
+
+
 def panel_title(axes: Axes, title: str) -> None:
     """The title of one panel of a figure; without one, axes of the user keep theirs."""
     if title:

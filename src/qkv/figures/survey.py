@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from qkv.figures.layout import ACCENT, PERCENT, WARM, HeadMap, chart, colour_bar, head_maps, heat, place, plain, titled
+from qkv.figures.layout import ACCENT, PERCENT, WARM, HeadMap, charts, colour_bar, head_maps, heat, place, plain, titled
 from qkv.profiler.data.frames import percent
 from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.surveys.data import QUANTITIES, edges
@@ -41,8 +41,8 @@ def texts(survey: Survey, group: str | None = None) -> Figure:
     low, middle, high = (table[f"entropy_ratio_text_p{p}"] for p in (5, 50, 95))
     spread = high - low
     title = f"{label}: in the median head, nine texts in ten lie within {spread.median():.2g} of one another"
-    figure = titled(8.2, 4.5, title, f"{_about(survey)} · the middle 90 % of sequences and their median")
-    axes = chart(figure, 0.75, 1.05, 7.2, 2.85)
+    subtitle = f"{_about(survey)} · the middle 90 % of sequences and their median"
+    figure, (axes,) = charts(title, subtitle, [7.2], 2.85)
     axes.vlines(table.index, low, high, color=ACCENT, alpha=0.35, lw=max(0.6, min(4.0, 400 / len(table))))
     axes.plot(table.index, middle, "o", ms=2.5, color=ACCENT)
     axes.set(xlabel="heads, in order of their median", ylabel=f"{label.lower()} (1 is uniform)")
@@ -82,8 +82,8 @@ def sinks(survey: Survey, group: str | None = None) -> Figure:
     first, others = percent(table["share"].iloc[0]), percent(table["share"].iloc[1:].max())
     title = f"The first token is a sink in {first} of texts × heads, no other in more than {others}"
     title = title if known else "No text has 64 tokens"
-    figure = titled(8.2, 4.2, title, f"{_about(survey)} · sink score above {SINK_THRESHOLD} over the first 64 tokens")
-    axes = chart(figure, 0.75, 1.05, 7.2, 2.5)
+    subtitle = f"{_about(survey)} · sink score above {SINK_THRESHOLD} over the first 64 tokens"
+    figure, (axes,) = charts(title, subtitle, [7.2], 2.5)
     if known:
         axes.bar(table["key"], table["share"], color=WARM, width=0.8)
         axes.yaxis.set_major_formatter(PERCENT)

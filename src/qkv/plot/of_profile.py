@@ -28,6 +28,7 @@ from qkv.figures.layout import (
     along,
     bins,
     chart,
+    charts,
     head_maps,
     ink_on,
     layer_by_head,
@@ -126,10 +127,9 @@ class Plots:
         if medians.max() - medians.min() < 0.05:  # nats: a negligible difference
             where, whose = "equally sharp in every layer", "the median head"
         least = medians[sharpest]
-        width = min(11.0, max(6.4, 1.6 + 0.62 * len(layers)))
         title = f"Attention is {where}: {least:.1f} nats in {whose}, {shared_by(least)}"
-        figure = titled(width, 4.4, title, self._subtitle(data))
-        axes = chart(figure, 0.72, 1.2, width - 1.4, 2.65)
+        wide = min(9.6, max(5.0, 0.2 + 0.62 * len(layers)))
+        figure, (axes,) = charts(title, self._subtitle(data), [wide], 2.65, right=0.7)
         at, rows = layer_columns(axes, layers, heads, "entropy")
         axes.scatter(at, rows["entropy"], s=17, color=ACCENT, alpha=0.75, lw=0, zorder=3, label="one head")
         middle = np.arange(len(layers))
@@ -154,15 +154,12 @@ class Plots:
         table = sink_table(data)
         trend = trend_by_head(data)
         long = len(trend.ranges) > 1
-        layers = data.sizes["layer"]
-        wide = min(8.0, max(3.2, 0.5 * layers))
-        beside = max(3.6, 0.75 * len(trend.ranges)) if long else 0.0
-        width = max(6.4, 0.72 + wide + 0.5 + (0.75 + beside if long else 0.4))
-        figure = titled(width, 4.5, _sinks_sentence(data), self._subtitle(data))
+        wides = [min(8.0, max(3.2, 0.5 * data.sizes["layer"]))] + [max(3.6, 0.75 * len(trend.ranges))] * long
+        figure, drawn = charts(_sinks_sentence(data), self._subtitle(data), wides, 2.6)
         window = f"the first {data.sizes.get('prefix_key', 64)} queries" if long else "the text"
-        _by_layer(chart(figure, 0.72, 1.3, wide, 2.6), data["layer"].values, table, window, long=long)
+        _by_layer(drawn[0], data["layer"].values, table, window, long=long)
         if long:
-            _along(chart(figure, 0.72 + wide + 0.75, 1.3, beside, 2.6), trend.ranges, trend.share, trend.even)
+            _along(drawn[1], trend.ranges, trend.share, trend.even)
         return figure
 
     def sinks(self, group: str | None = None) -> Figure:
@@ -195,12 +192,12 @@ class Plots:
     def types(self, group: str | None = None) -> Figure:
         """The type of each head as a layer × head map: `Profile.types` as a figure."""
         table = self._profile.types(group)
-        grid = table.pivot(index="layer", columns="head", values="type")
-        traits = table.pivot(index="layer", columns="head", values="traits")
+        places = table.assign(at=table["type"].map([*KINDS].index).astype(float))
+        grid = places.pivot(index="layer", columns="head", values="at")
         layers, heads = grid.shape
         cell = min(0.42, 7.5 / heads, 8.0 / layers)
         wide, tall = cell * heads, cell * layers
-        present = [kind for kind in KINDS if (grid == kind).any(axis=None)]
+        present = [kind for kind in KINDS if (table["type"] == kind).any()]
         shown = [trait for trait in TRAITS if table["traits"].str.split(", ").apply(lambda x, t=trait: t in x).any()]
         key = 0.235 * (len(present) + len(shown) + (1 if shown else 0))
         left, top = 0.75, 1.05
@@ -208,14 +205,12 @@ class Plots:
         subtitle = f"{self._name()} · {layers_and_heads(layers, heads)} · the first type that a head reaches"
         figure = titled(width, top + max(tall, key) + 0.7, _types_sentence(table), subtitle)
         axes = place(figure, left, top, wide, tall)
-        order = {kind: float(at) for at, kind in enumerate(KINDS)}
-        colours = ListedColormap([*KINDS.values()])
-        layer_by_head(axes, grid.replace(order).astype(float), Normalize(-0.5, len(KINDS) - 0.5), colours=colours)
+        layer_by_head(axes, grid, Normalize(-0.5, len(KINDS) - 0.5), colours=ListedColormap([*KINDS.values()]))
         axes.set(xlabel="head", ylabel="layer")
-        for (row, column), kind in np.ndenumerate(grid.to_numpy()):
-            marks = "".join(MARKS[t] for t in traits.to_numpy()[row, column].split(", ") if t in MARKS)
-            if marks and cell > 0.2:
-                axes.text(column, row, marks, ha="center", va="center", fontsize=6.5, color=ink_on(KINDS[kind]))
+        for one in table.to_dict("records") if cell > 0.2 else []:
+            marks = "".join(MARKS[t] for t in one["traits"].split(", ") if t in MARKS)
+            x, y = grid.columns.get_loc(one["head"]), grid.index.get_loc(one["layer"])
+            axes.text(x, y, marks, ha="center", va="center", fontsize=6.5, color=ink_on(KINDS[one["type"]]))
         _key(place(figure, left + wide + 0.35, top, 3.2, key), table, present, shown)
         return figure
 
@@ -235,12 +230,11 @@ class Plots:
                 "profile: it holds no similarity of hidden states; profile a text of two or more tokens again"
             )
         depths = max(values.shape[1] for values in cosines.values())
-        width = min(11.0, max(6.4, 1.6 + 0.45 * depths))
         first, values = next(iter(cosines.items()))
         size = f"{counted(len(values), 'text')}, {counted(int(stacks[first]['n_tokens'].sum()), 'token')}"
         subtitle = f"{self._name()} · {size} · mean over all pairs of tokens of a text"
-        figure = titled(width, 4.2, _states_sentence(np.nanmean(values, 0)), subtitle)
-        axes = chart(figure, 0.72, 1.05, width - 1.1, 2.6)
+        wide = min(9.9, max(5.3, 0.5 + 0.45 * depths))
+        figure, (axes,) = charts(_states_sentence(np.nanmean(values, 0)), subtitle, [wide], 2.6)
         axes.axhline(0, color=HAIRLINE, lw=0.8)
         colours = (ACCENT, WARM, MUTED)
         for at, (stack, values) in enumerate(cosines.items()):
