@@ -35,8 +35,7 @@ from qkv.figures.layout import (
     write_cells,
 )
 from qkv.masks import Mask
-from qkv.plot.given import Matrix, array, checked_weights, layers, masked, select_layer, token_lists, visible_pairs
-from qkv.profiler.profiles import Profile
+from qkv.plot.given import Matrix, array, layers, masked, mean_weights, select_layer, token_lists, visible_pairs
 
 CELL, LEAST, MOST = 0.42, 1.5, 5.6  # inches: a cell, and the shortest and longest side of a matrix
 PIXELS = 800  # longer sides are shown in bins, since a raster image would leave out rows
@@ -441,15 +440,19 @@ UNIT, GRAPH_WIDTH = 0.62, 7.0  # inches: from one token to the next unless names
 DIRECTION = "arrows point from query to key"
 
 
-def arcs(w: Any, tokens: Sequence[Any] | None = None, *, title: str = "", ax: Axes | None = None) -> Axes:
+def arcs(
+    w: Any, tokens: Sequence[Any] | None = None, *, item: int | None = None, title: str = "", ax: Axes | None = None
+) -> Axes:
     """Who sees whom: an arrow from every query to every key that it may attend to, or attends to.
 
     Tokens are in one line. Arrows above the line point back, to earlier tokens; those below point ahead; a ring is a
     token that attends to itself. The arrows of a matrix of weights are as wide and dark as the weight.
 
     Args:
-        w: booleans (n, n), True where the query may attend; a mask of `qkv.masks`; or weights (n, n).
+        w: booleans (n, n), True where the query may attend; a mask of `qkv.masks`; or weights as in `weights`, of
+            which the mean of all heads is drawn.
         tokens: names of the tokens. A mask needs them.
+        item: as in `weights`.
         title: the title.
         ax: the axes to draw in; a new figure by default.
 
@@ -464,9 +467,9 @@ def arcs(w: Any, tokens: Sequence[Any] | None = None, *, title: str = "", ax: Ax
     >>> [arrow.get_gid() for arrow in axes.patches]
     ['0>0', '1>0', '1>1', '2>0', '2>1', '2>2']
     """
-    pairs = _pairs(w, tokens)
+    pairs, names = _pairs(w, tokens, item)
     n, top = len(pairs), float(pairs.max()) or 1.0
-    names = [token_label(name) for name in token_lists(tokens, None, n, n)[1] or map(str, range(n))]
+    names = [token_label(name) for name in names or map(str, range(n))]
     arrows = [(int(query), int(key)) for query, key in np.argwhere(pairs > FAINT * top)]
     if len(arrows) > PAIRS:
         raise InputError(
@@ -515,20 +518,17 @@ def arcs(w: Any, tokens: Sequence[Any] | None = None, *, title: str = "", ax: Ax
     return ax
 
 
-def _pairs(w: Any, tokens: Sequence[Any] | None) -> np.ndarray:
-    """Weights, or 1 and 0 of a mask, (n, n); 0 at NaN."""
-    if isinstance(w, Mask):
-        if tokens is None:
-            raise InputError(f"tokens is None with the mask {type(w).__name__}, expected the tokens to draw")
-        return visible_pairs(w, len(tokens), len(tokens), "w").astype(float)
-    if isinstance(w, Profile):
-        raise InputError("w is a Profile, expected the weights of one head: profile.data['weights'][text, layer, head]")
-    pairs, of_booleans = array(w), "bool" in str(getattr(w, "dtype", ""))
-    while pairs.ndim > 2 and len(pairs) == 1:
-        pairs = pairs[0]
-    if pairs.ndim != 2 or 0 in pairs.shape or len(pairs) != len(pairs[0]):
+def _pairs(w: Any, tokens: Sequence[Any] | None, item: int | None) -> tuple[np.ndarray, list[str] | None]:
+    """Weights, or 1 and 0 of a mask, (n, n), 0 at masked pairs; and the names of the tokens."""
+    if isinstance(w, Mask) and tokens is None:
+        raise InputError(f"tokens is None with the mask {type(w).__name__}, expected the tokens to draw")
+    if isinstance(w, Mask) or "bool" in str(getattr(w, "dtype", "")):
+        n = w.shape[-1] if tokens is None else len(tokens)
+        return visible_pairs(w, n, n, "w").astype(float), token_lists(tokens, None, n, n)[1]
+    found = layers(w, item)
+    pairs = mean_weights(found, None, None)[1]
+    if len(pairs) != len(pairs[0]):
         raise InputError(
-            f"w has shape {pairs.shape}, expected a matrix (n, n) of booleans or weights; qkv.plot.weights draws those "
-            "of two texts"
+            f"w has {len(pairs)} queries and {len(pairs[0])} keys, expected the same; qkv.plot.weights draws two texts"
         )
-    return pairs if of_booleans else np.nan_to_num(checked_weights(pairs))
+    return pairs, found[0].names(tokens, None)[1]

@@ -550,7 +550,7 @@ def _by_layer(axes: Axes, layers: np.ndarray, table: pd.DataFrame, window: str, 
     if long:
         axes.vlines(at, whole, first, color=HAIRLINE, lw=1, zorder=1)
         axes.scatter(at, whole, s=15, facecolor="white", edgecolor=MUTED, lw=0.9, zorder=2, label="over the whole text")
-    _threshold(axes)
+    reference_line(axes, EPSILON, "")
     axes.set(ylim=(0, _top(first)), ylabel="α: mean share of the row on the first token")
     axes.yaxis.set_major_formatter(PERCENT)
     if not np.isfinite(table["alpha_first"]).any():
@@ -567,7 +567,7 @@ def _along(axes: Axes, ranges: list[tuple[int, int]], share: np.ndarray, even: n
         axes.plot(x, values, color=WARM if values[0] > EPSILON else ACCENT, lw=0.9, alpha=0.55)
     axes.plot(x, np.nanmean(share, (1, 2)), color="black", lw=2, label="mean of all heads")
     axes.plot(x, np.nanmean(even, (1, 2)), color=MUTED, lw=0.9, ls=(0, (1, 1.5)), label="rows of even weights")
-    _threshold(axes)
+    reference_line(axes, EPSILON, "")
     axes.set_xticks(x, [f"{first:,}–{stop - 1:,}" for first, stop in ranges])
     axes.set(xlim=(-0.1, len(ranges) - 0.9), ylim=(0, _top(share)))
     axes.set_xlabel("position of the query")
@@ -578,10 +578,6 @@ def _along(axes: Axes, ranges: list[tuple[int, int]], share: np.ndarray, even: n
 def _top(shares: np.ndarray) -> float:
     """The upper end of the axis; heads across two sequences have no score, so that all values may be NaN."""
     return max([0.4, *(1.08 * shares[np.isfinite(shares)])])
-
-
-def _threshold(axes: Axes) -> None:
-    axes.axhline(EPSILON, color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=0)
 
 
 def _states_sentence(mean: np.ndarray) -> str:
