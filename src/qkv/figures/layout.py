@@ -287,37 +287,6 @@ def write_cells(axes: Axes, image: AxesImage, written: Callable[[float], str], *
             )  # fmt: skip
 
 
-def layer_by_head(
-    axes: Axes,
-    values: pd.DataFrame,
-    norm: Normalize,
-    *,
-    colours: Colormap | None = None,
-    written: Callable[[float], str] | None = None,
-    least: float = MIN_CELL,
-) -> AxesImage:
-    """A map of all heads, with a row for each layer and a column for each head, in axes of their final size.
-
-    NaN leaves a cell blank. `written` formats the value printed in a cell, if cells have `least` inches.
-    """
-    image = heat(axes, values.to_numpy(), norm, colours, missing="white")
-    axes.spines[:].set_visible(False)
-    rows, columns = values.shape
-    sides = np.array([axes.bbox.width / columns, axes.bbox.height / rows]) / axes.figure.dpi  # of a cell, in inches
-    number_ticks(axes.xaxis, values.columns, most=int(columns * sides[0] / 0.2))
-    number_ticks(axes.yaxis, values.index, most=int(rows * sides[1] / 0.2))
-    across, down = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5  # minor ticks would take far longer to draw
-    lines = [[(x, -0.5), (x, rows - 0.5)] for x in across] + [[(-0.5, y), (columns - 0.5, y)] for y in down]
-    grid = LineCollection(
-        lines, colors="white", linewidths=min(1.0, 3 * sides.min()), capstyle="projecting", zorder=1.5
-    )
-    axes.add_collection(grid, autolim=False)
-    axes.tick_params(length=0, labelsize=7, labelcolor=MUTED, pad=3)
-    if written is not None and sides.min() >= least:
-        write_cells(axes, image, written)
-    return image
-
-
 class HeadMap(NamedTuple):
     """What a map of all heads shows: a column of a table with the columns "layer" and "head"."""
 
@@ -327,21 +296,39 @@ class HeadMap(NamedTuple):
     norm: Normalize
     percent: bool = False
     """Whether the numbers are shares, printed in percent."""
+    colours: Colormap | None = None
+    """By default those of `heat`."""
 
 
 def head_map(axes: Axes, shown: HeadMap, *, bar: bool = True, label: str = "") -> None:
-    """A map of all heads, with a title and a colour bar with a label. Signed numbers need larger cells."""
+    """A map of all heads in axes of their final size, with a row for each layer, and its colour bar with a label.
+
+    NaN leaves a cell blank. Numbers are printed in cells that are large enough, if the map has no colours of its own.
+    """
     grid = shown.table.pivot(index="layer", columns="head", values=shown.column).astype(float)
+    image = heat(axes, grid.to_numpy(), shown.norm, shown.colours, missing="white")
+    axes.spines[:].set_visible(False)
+    rows, columns = grid.shape
+    sides = np.array([axes.bbox.width / columns, axes.bbox.height / rows]) / axes.figure.dpi  # of a cell, in inches
+    number_ticks(axes.xaxis, grid.columns, most=int(columns * sides[0] / 0.2))
+    number_ticks(axes.yaxis, grid.index, most=int(rows * sides[1] / 0.2))
+    across, down = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5  # minor ticks would take far longer to draw
+    lines = [[(x, -0.5), (x, rows - 0.5)] for x in across] + [[(-0.5, y), (columns - 0.5, y)] for y in down]
+    grid_lines = LineCollection(
+        lines, colors="white", linewidths=min(1.0, 3 * sides.min()), capstyle="projecting", zorder=1.5
+    )
+    axes.add_collection(grid_lines, autolim=False)
+    axes.tick_params(length=0, labelsize=7, labelcolor=MUTED, pad=3)
+    axes.set_xlabel("head", fontsize=8, color=MUTED)
+    axes.set_ylabel("layer", fontsize=8, color=MUTED)
+    panel_title(axes, shown.title)
     signed, scale = (shown.norm.vmin or 0) < 0, 100 if shown.percent else 1
-    written = (lambda value: f"{100 * value:.0f}") if shown.percent else cell_number
 
     def number(value: float) -> str:
         return "0" if abs(value) < 1e-9 else f"{scale * value:{'+' if signed else ''}.3g}".replace("-", "−")
 
-    image = layer_by_head(axes, grid, shown.norm, written=written, least=0.3 if signed else MIN_CELL)
-    axes.set_xlabel("head", fontsize=8, color=MUTED)
-    axes.set_ylabel("layer", fontsize=8, color=MUTED)
-    panel_title(axes, shown.title)
+    if shown.colours is None and (not signed or sides.min() >= 0.3):  # signs need more room
+        write_cells(axes, image, (lambda value: f"{100 * value:.0f}") if shown.percent else cell_number)
     if bar:
         colour_bar(image, number, label=label)
 

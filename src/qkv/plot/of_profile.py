@@ -29,9 +29,9 @@ from qkv.figures.layout import (
     bins,
     chart,
     charts,
+    head_map,
     head_maps,
     ink_on,
-    layer_by_head,
     legend,
     note,
     number_ticks,
@@ -192,9 +192,8 @@ class Plots:
     def types(self, group: str | None = None) -> Figure:
         """The type of each head as a layer × head map: `Profile.types` as a figure."""
         table = self._profile.types(group)
-        places = table.assign(at=table["type"].map([*KINDS].index).astype(float))
-        grid = places.pivot(index="layer", columns="head", values="at")
-        layers, heads = grid.shape
+        layer_ids, head_ids = (sorted(set(table[side])) for side in ("layer", "head"))
+        layers, heads = len(layer_ids), len(head_ids)
         cell = min(0.42, 7.5 / heads, 8.0 / layers)
         wide, tall = cell * heads, cell * layers
         present = [kind for kind in KINDS if (table["type"] == kind).any()]
@@ -205,11 +204,12 @@ class Plots:
         subtitle = f"{self._name()} · {layers_and_heads(layers, heads)} · the first type that a head reaches"
         figure = titled(width, top + max(tall, key) + 0.7, _types_sentence(table), subtitle)
         axes = place(figure, left, top, wide, tall)
-        layer_by_head(axes, grid, Normalize(-0.5, len(KINDS) - 0.5), colours=ListedColormap([*KINDS.values()]))
-        axes.set(xlabel="head", ylabel="layer")
+        places = table.assign(at=table["type"].map([*KINDS].index))
+        norm, colours = Normalize(-0.5, len(KINDS) - 0.5), ListedColormap([*KINDS.values()])
+        head_map(axes, HeadMap(places, "at", "", norm, colours=colours), bar=False)
         for one in table.to_dict("records") if cell > 0.2 else []:
             marks = "".join(MARKS[t] for t in one["traits"].split(", ") if t in MARKS)
-            x, y = grid.columns.get_loc(one["head"]), grid.index.get_loc(one["layer"])
+            x, y = head_ids.index(one["head"]), layer_ids.index(one["layer"])
             axes.text(x, y, marks, ha="center", va="center", fontsize=6.5, color=ink_on(KINDS[one["type"]]))
         _key(place(figure, left + wide + 0.35, top, 3.2, key), table, present, shown)
         return figure
