@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import entry_points
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -331,11 +331,14 @@ def _maps(profile: Profile, explorer: explore.Explorer, stopped: Stopped) -> dic
 
 
 def _build_page(source: Source) -> None:
-    """Encode the page and the curves of a source for sending."""
+    """Encode the page and the curves of a source for sending, with the size and resolution of the maps of each text."""
     assert source.profile is not None
     source.stage = "writing the page"
     page, blobs = payload(source.profile)
     page["effects"] = source.effects
+    for group in page["groups"]:
+        for text, view in enumerate(group["texts"]):
+            view["map"] = asdict(source.maps[group["name"]].info(group["name"], text))
     source.groups = page["groups"]
     source.page = as_json(page).encode()
     source.blobs = {name: blob for name, blob in blobs.items() if not name.startswith("maps-")}  # it has exact tiles
