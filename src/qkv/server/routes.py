@@ -115,7 +115,7 @@ async def page(request: Request, s: Index) -> Response:
 
 
 @data_router.get("/{kind}/{g}/{t}", responses={200: {"content": {"text/plain": {}}}})
-async def packed(at: At, g: Index, t: Index, kind: Literal["curves", "pools"]) -> Response:
+async def packed(at: At, g: Index, t: Index, kind: Literal["curves", "pooled"]) -> Response:
     """The curves along a text, or the pooled map of each head, as text; the page describes how to decode them."""
     text = at.source.blobs.get(f"{kind}-{g}-{t}", "")
     return Response(text, media_type="text/plain", headers={"Cache-Control": "no-cache"})

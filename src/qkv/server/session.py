@@ -334,11 +334,10 @@ def _build_page(source: Source) -> None:
     """Encode the page and the curves of a source for sending, with the size and resolution of the maps of each text."""
     assert source.profile is not None
     source.stage = "writing the page"
-    page, blobs = payload(source.profile)
+    page, source.blobs = payload(source.profile, weights=False)  # it has exact tiles
     page["effects"] = source.effects
     for group in page["groups"]:
         for text, view in enumerate(group["texts"]):
             view["map"] = asdict(source.maps[group["name"]].info(group["name"], text))
     source.groups = page["groups"]
     source.page = as_json(page).encode()
-    source.blobs = {name: blob for name, blob in blobs.items() if not name.startswith("maps-")}  # it has exact tiles
