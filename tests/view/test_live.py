@@ -190,7 +190,7 @@ def test_a_model_of_hugging_face_answers_with_its_own_weights_and_those_of_the_e
     live = Live(Loaded("tiny", model, ByteTokenizer()))
     said = live.description
     assert (said.layers, said.heads, said.most_tokens) == (2, 4, 64)
-    ids = live._ids(SimpleNamespace(text="import os", ids=None))
+    ids, _ = live._read(asked("import os"))
     plain = live._run(ids, {})
     with torch.no_grad():
         want = model(torch.tensor([ids]), output_attentions=True)

@@ -141,16 +141,16 @@ def _view(one: xr.Dataset, views: int, found: Findings) -> tuple[dict[str, Any],
     curve = min(n_queries, CURVE_BINS, max(32, CELLS // (3 * views * n_heads)))
     left = CELLS // views - (len(received) + 1) * n_keys - 3 * curve * n_heads  # those of layers are kept by token
     bins = {"received": min(n_keys, max(64, left // n_heads)), "curve": curve}
-    packed = _Packed()
-    packed.add("received", layout.bins(received, bins["received"])[0], "log")
-    packed.add("layers", received.mean(1), "log")
-    packed.add("mean", received.mean((0, 1)), "log")
-    for name in ("entropy", "distance", "sink"):
-        values = one[name].values[0]
-        if np.isfinite(values).any():
-            packed.add(name, layout.bins(values, bins["curve"])[0], "linear")
-    uniform = np.log(np.maximum(one["visible"].values[0, :, 0], 1))  # all heads of a layer have the same mask
-    packed.add("uniform", layout.bins(uniform, bins["curve"])[0], "linear")
+    along = {name: one[name].values[0] for name in ("entropy", "distance", "sink")}
+    along = {name: values for name, values in along.items() if np.isfinite(values).any()}
+    along["uniform"] = np.log(np.maximum(one["visible"].values[0, :, 0], 1))  # all heads of a layer have the same mask
+    arrays = {
+        "received": (layout.bins(received, bins["received"])[0], "log"),
+        "layers": (received.mean(1), "log"),
+        "mean": (received.mean((0, 1)), "log"),
+        **{name: (layout.bins(values, curve)[0], "linear") for name, values in along.items()},
+    }
+    index, codes = _packed(arrays)
     keys, queries = (display(one[f"{side}_token"].values[0].tolist()) for side in ("key", "query"))
     tokens = tables.token_table(one).head(25)
     view = {
@@ -164,9 +164,9 @@ def _view(one: xr.Dataset, views: int, found: Findings) -> tuple[dict[str, Any],
         "queries": None if keys == queries else queries,
         "tokens": {name: _plain(tokens[name].tolist()) for name in ("token", "share", "count", "lift")},
         "bins": bins,
-        "arrays": packed.index,
+        "arrays": index,
     }
-    return view, packed.base64()
+    return view, codes
 
 
 def _of_heads(data: xr.Dataset) -> dict[str, Any]:
@@ -215,31 +215,26 @@ def _residual(profile: Profile, name: str) -> dict[str, Any]:
     return {"residual": {key: _plain(values.tolist()) for key, values in entries.items()} | above}
 
 
-class _Packed:
-    """Arrays quantized to 16-bit integers, concatenated; `index` holds the shape, place and scale of each."""
+def _packed(arrays: dict[str, tuple[np.ndarray, str]]) -> tuple[dict[str, dict[str, Any]], str]:
+    """Arrays with their scales as 16-bit codes in base64, and the shape, place and scale of each.
 
-    def __init__(self) -> None:
-        self.index: dict[str, dict[str, Any]] = {}
-        self._parts: list[np.ndarray] = []
-
-    def add(self, name: str, values: np.ndarray, scale: str) -> None:
-        """Append an array. Codes 1 to 65534 span its values (logarithms for "log"); 0 is zero or less, 65535 NaN."""
+    Codes 1 to 65534 span the values of an array (their logarithms for "log"); 0 is zero or less, 65535 NaN. First come
+    all low bytes, then all high bytes, which repeat and compress well.
+    """
+    index, parts, start = dict[str, dict[str, Any]](), list[np.ndarray](), 0
+    for name, (values, scale) in arrays.items():
         with np.errstate(divide="ignore", invalid="ignore"):
             numbers = np.log(values) if scale == "log" else np.asarray(values, np.float64)
         finite = np.isfinite(numbers)
         low, high = (float(numbers[finite].min()), float(numbers[finite].max())) if finite.any() else (0.0, 0.0)
-        codes, steps = _steps(np.where(finite, numbers, low), low, high, 65533)
-        codes[~finite] = 0
-        codes[np.isnan(values)] = 65535
-        start = sum(map(len, self._parts))
-        self.index[name] = {"shape": values.shape, "start": start, "scale": scale, **steps}
-        self._parts.append(codes.astype(np.uint16).ravel())
-
-    def base64(self) -> str:
-        """The codes as base64: all low bytes, then all high bytes, which repeat and compress well."""
-        codes = np.concatenate(self._parts)
-        planes = np.concatenate([codes & 255, codes >> 8]).astype(np.uint8)
-        return _deflated(planes)
+        part, steps = _steps(np.where(finite, numbers, low), low, high, 65533)
+        part[~finite] = 0
+        part[np.isnan(values)] = 65535
+        index[name] = {"shape": values.shape, "start": start, "scale": scale, **steps}
+        parts.append(part.astype(np.uint16).ravel())
+        start += part.size
+    codes = np.concatenate(parts)
+    return index, _deflated(np.concatenate([codes & 255, codes >> 8]).astype(np.uint8))
 
 
 def _steps(numbers: np.ndarray, low: float, high: float, count: int) -> tuple[np.ndarray, dict[str, float]]:
