@@ -74,13 +74,11 @@ export class Source extends PageData {
   #api;
   #version;
 
-  constructor(api, entry, page, version) {
-    super(page, (id) => this.#get(id.replaceAll("-", "/"), { read: "text" }));
+  constructor(api, { id, name, kind }, page, version) {
+    super(page, (part) => this.#get(part.replaceAll("-", "/"), { read: "text" }));
     this.#api = api;
     this.#version = version;
-    this.id = entry.id;
-    this.name = entry.name;
-    this.kind = entry.kind;
+    Object.assign(this, { id, name, kind });
     addStatistics(page.statistics);
   }
 

@@ -2,7 +2,6 @@
 
 import { rowOfCurve } from "./data.js";
 import { csvOf } from "./export.js";
-import { spread } from "./numbers.js";
 
 const MAX_CACHED = 96; // tokens whose weights are cached
 
@@ -33,12 +32,7 @@ export class TextWeights {
     if (of === "model") return curves.mean.values;
     if (of === "layer") return rowOfCurve(curves.layers, layer);
     const binned = rowOfCurve(curves.received, layer * this.group.heads.length + head);
-    if (binned.length === n) return binned;
-    try {
-      return (await this.source.profiles(group, text, layer, head)).received;
-    } catch {
-      return spread(binned, n); // a profile without maps only has a binned curve
-    }
+    return binned.length === n ? binned : (await this.source.profiles(group, text, layer, head)).received;
   }
 
   /** The weights {to, from} of a token, or undefined while they are not loaded. */

@@ -175,13 +175,16 @@ class Live:
         log_after = after.probabilities.clamp(min=torch.finfo(torch.float64).tiny).log()
         return {
             "tokens": self._names(ids),
-            "next": {"before": self._listed(before, likeliest), "after": self._listed(after, likeliest)},
             "divergence": max(0.0, float(nn.functional.kl_div(log_after, before.probabilities, reduction="sum"))),
-            "sink": {"before": before.mean("sink", 1), "after": after.mean("sink", 1)},
-            "entropy": {"before": before.mean("entropy", 0), "after": after.mean("entropy", 0)},
             "rows": after.weights[:, :, -1].tolist(),
-            "map": _encoded(after.weights[request.layer, request.head]),
-            "map_before": _encoded(before.weights[request.layer, request.head]),
+        } | {
+            when: {
+                "next": self._listed(run, likeliest),
+                "sink": run.mean("sink", 1),
+                "entropy": run.mean("entropy", 0),
+                "map": _encoded(run.weights[request.layer, request.head]),
+            }
+            for when, run in (("before", before), ("after", after))
         }
 
     def step(self, request: StepRequest) -> dict[str, Any]:

@@ -40,15 +40,10 @@ FLOATS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Floats(Response):
+def floats(values: np.ndarray, headers: dict[str, str] | None = None) -> Response:
     """A response of raw little-endian float32."""
-
-    media_type = "application/octet-stream"
-
-    def __init__(self, values: np.ndarray, headers: dict[str, str] | None = None) -> None:
-        super().__init__(
-            np.ascontiguousarray(values, "<f4").tobytes(), headers={"Cache-Control": "no-cache"} | (headers or {})
-        )
+    all_headers = {"Cache-Control": "no-cache"} | (headers or {})
+    return Response(np.ascontiguousarray(values, "<f4").tobytes(), 200, all_headers, "application/octet-stream")
 
 
 class Location(NamedTuple):
@@ -145,7 +140,7 @@ async def tile(
         return Response(status_code=204, headers={"Cache-Control": IMMUTABLE})
     values = (picture.maximum if pool == "max" else picture.mean).cpu().numpy()
     rows, columns = values.shape
-    return Floats(values, {"X-Rows": str(rows), "X-Columns": str(columns), "Cache-Control": IMMUTABLE})
+    return floats(values, {"X-Rows": str(rows), "X-Columns": str(columns), "Cache-Control": IMMUTABLE})
 
 
 @data_router.get("/profiles/{g}/{t}/{layer}/{head}", responses=FLOATS)
@@ -155,7 +150,7 @@ async def profiles(at: At) -> Response:
     data, n_queries, n_keys = at.source.profile.groups[at.group], at.view["n_queries"], at.view["n_keys"]
     of_head = at.text, at.layer, at.head
     received = data["received"].values[of_head][:n_keys].astype(np.float64) / n_queries
-    return Floats(np.concatenate([received, data["entropy"].values[of_head][:n_queries]]))
+    return floats(np.concatenate([received, data["entropy"].values[of_head][:n_queries]]))
 
 
 @data_router.get("/weights/{g}/{t}/{layer}", responses=FLOATS)
@@ -170,7 +165,7 @@ async def weights(request: Request, at: At, query: Index | None = None, key: Ind
     _check_index("key", key, at.view["n_keys"])
     where = at.group, at.text, at.layer, at.head, query, key
     of_heads = await compute(request, lambda stopped: at.maps.weights(*where, stopped), quick=True)
-    return Floats(of_heads.mean(0, dtype=np.float64))
+    return floats(of_heads.mean(0, dtype=np.float64))
 
 
 @data_router.get("/links/{g}/{t}/{layer}")

@@ -125,25 +125,19 @@ class TokenProbability(BaseModel):
     probability: float
 
 
-class BeforeAfter(BaseModel):
-    before: list[list[float]] = Field(description="(layers, heads), without the edits.")
-    after: list[list[float]] = Field(description="(layers, heads), with the edits.")
-
-
-class NextToken(BaseModel):
-    before: list[TokenProbability]
-    after: list[TokenProbability]
+class LiveRun(BaseModel):
+    next: list[TokenProbability]
+    sink: list[list[float]] = Field(description="(layers, heads), as is the entropy: means over the queries.")
+    entropy: list[list[float]]
+    map: str = Field(description="base64 of float32 (n, n), little-endian: the weights of the requested head.")
 
 
 class LiveAnswer(BaseModel):
     tokens: list[str]
-    next: NextToken
     divergence: float = Field(description="KL(before ‖ after) of the next token, nats.")
-    sink: BeforeAfter
-    entropy: BeforeAfter
     rows: list[list[list[float]]] = Field(description="(layers, heads, n): weights of the last query, with the edits.")
-    map: str = Field(description="base64 of float32 (n, n), little-endian: the requested head, with the edits.")
-    map_before: str = Field(description="The same without the edits.")
+    before: LiveRun
+    after: LiveRun
 
 
 class Similarities(BaseModel):
