@@ -339,9 +339,9 @@ def test_a_page_of_another_package_that_fails_does_not_take_the_viewer_down(
     session = Session("pages")
     assert [one.id for one in session.pages] == ["mine"]
     assert [record.args[0] for record in logged if record.args] == ["gone", "other", "bare"]
-    before = session.page_states[0].missing
+    before = session.pages[0].missing
     session.prepare()
-    assert session.page_states[0].missing != before
+    assert session.pages[0].missing != before
     app = create_app(session)
     assert ask(app, "/static/page_mine.js").status_code == 200
     (said,) = ask(app, "/api/session").json()["pages"]

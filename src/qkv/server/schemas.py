@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -66,13 +66,17 @@ class LiveModel(BaseModel):
     example: str
 
 
-class AddedPage(BaseModel):
+@dataclass(eq=False)
+class AddedPage:
     """A page that another package adds to the viewer."""
 
     id: str
+    """Its module is ``page_<id>.js``, which exports ``mount(root, app)``, and its style ``page_<id>.css``."""
     title: str
-    data: dict[str, Any] | None = Field(description="What the page shows at first; null until it is prepared.")
-    missing: str | None = Field(description="The reason why it has nothing to show, one sentence.")
+    data: dict[str, Any] | None = field(default=None, kw_only=True)
+    """What the page shows at first, once it is prepared."""
+    missing: str | None = field(default=None, kw_only=True)
+    """The reason why it has nothing to show, one sentence."""
 
 
 class SessionState(BaseModel):
@@ -80,7 +84,7 @@ class SessionState(BaseModel):
     title: str
     sources: Sequence[SourceState]
     live: LiveModel | None
-    pages: list[AddedPage]
+    pages: Sequence[AddedPage]
     looks: dict[str, Any] = Field(description="Labels and colours of statistics and destinations.")
     computing: float | None = Field(
         description="The finished share of the map that is being computed, from 0 to 1; null if there is none."
