@@ -10,6 +10,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from qkv.figures import layout
 from qkv.profiler.data import frames, sinks, tables
@@ -17,7 +18,6 @@ from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.tables import MIXED, ROLES, type_table
 
 if TYPE_CHECKING:
-    import pandas as pd
     import xarray as xr
 
     from qkv.profiler.profiles import Profile
@@ -70,6 +70,7 @@ def payload(profile: Profile, *, weights: bool = True) -> tuple[dict[str, Any], 
                 "modules": data["module"].values.tolist(),
                 "texts": texts,
                 **_of_heads(data),
+                "sink": _plain(pd.DataFrame([view["heads"]["sink"] for view in texts], dtype=float).mean().tolist()),
                 "sink_sentence": str(Findings(data, profile.attrs, name).sinks or ""),
                 **_residual(profile, name),
             }
