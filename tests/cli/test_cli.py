@@ -69,6 +69,25 @@ def test_profile_measures_what_is_asked_and_writes_all_files(
     np.testing.assert_allclose(result.data["received"].sum("key"), 100, rtol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
+def test_next_steps_of_findings_run_as_commands_and_in_python(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "def add(a, b):\n    return a + b\n" * 4
+    command.succeeds("profile", "qkv-mini", text, "--out", "found")
+    steps = {step.command for one in qkv.Profile.load("found/profile.qkv.zip").findings() for step in one.steps}
+    assert {shlex.split(step)[1] for step in steps} == {"map", "ablate", "evict"}
+    for step in sorted(steps):
+        command.succeeds(*shlex.split(step)[1:])
+    model, tokenizer = qkv.load("qkv-mini")
+    profile = qkv.profile(model, text, tokenizer=tokenizer)
+    names = {"qkv": qkv, "model": model, "inputs": text, "tokenizer": tokenizer, "profile": profile}
+    for step in sorted({step.command for one in profile.findings() for step in one.steps}):
+        exec(step, names)
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model `own`, the profile in `found`, and FILES."""

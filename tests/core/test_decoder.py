@@ -345,7 +345,7 @@ def test_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "post-norm", "gated by head", "key bias", "entmax"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "post-norm", "gated by head", "sink", "key bias", "entmax"])
 def test_gradients_against_finite_differences(name: str) -> None:
     model, ids = model_of(**FLAVOURS[name]), ids_of(2, 7)
     check_slopes(model, lambda: model.loss(ids))

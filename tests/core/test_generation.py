@@ -163,14 +163,6 @@ def test_penalty_ignores_ids_outside_the_vocabulary() -> None:
     close(got, want.softmax(-1))
 
 
-def test_token_of_probability_zero_is_never_drawn() -> None:
-    chances = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    drawn = Sampler().draw(chances.expand(2000, 5), [generator] * 2000)
-    assert set(drawn.tolist()) == {1, 3}
-    assert abs(int((drawn == 3).sum()) - 1400) < 4 * math.sqrt(2000 * 0.3 * 0.7)
-
-
 @pytest.mark.parametrize("sampler", [Sampler(), GREEDY, Sampler(top_k=2), Sampler(top_p=0.5), Sampler(min_p=0.5)])
 def test_nan_logits_are_reported_with_their_row(sampler: Sampler) -> None:
     for bad in (math.nan, math.inf):
@@ -202,8 +194,8 @@ def test_finished_items_give_minus_one_until_all_are_finished() -> None:
     assert [x.tolist() for x in got] == [[1, 3], [2, -1], [3, -1]]  # 0 → 1 → 2 → 3
 
 
-def test_tokens_are_sampled_with_the_models_probabilities() -> None:
-    chances = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.25, 0.25], [0.05, 0.9, 0.05]], dtype=torch.float64)
+def test_tokens_are_sampled_with_the_models_probabilities_and_never_those_of_zero() -> None:
+    chances = torch.tensor([[0.1, 0.2, 0.7], [0.0, 0.6, 0.4], [0.25, 0.75, 0.0]], dtype=torch.float64)
     n, steps = 3000, 3
     got = generate(Markov(chances), None, torch.zeros(n, 1, dtype=torch.long), max_new_tokens=steps, seed=7)
     came = torch.zeros(3, 3, dtype=torch.float64)
@@ -213,7 +205,7 @@ def test_tokens_are_sampled_with_the_models_probabilities() -> None:
     total = came.sum(-1, keepdim=True)
     assert total.sum() == n * steps
     deviation = (total * chances * (1 - chances)).sqrt()
-    assert ((came - total * chances).abs() < 4 * deviation).all()
+    assert ((came - total * chances).abs() <= 4 * deviation).all()
 
 
 def test_tokens_of_a_seed_do_not_depend_on_the_batch() -> None:

@@ -44,16 +44,7 @@ def gradients(run: Callable[..., Tensor], *leaves: Tensor) -> tuple[Tensor, ...]
     return (out.detach(), *torch.autograd.grad((out * rand(*out.shape, seed=9)).sum(), leaves))
 
 
-# --- identities -------------------------------------------------------------------------------------------------------
-
-
-@each_kernel
-@pytest.mark.usefixtures("tile4")
-def test_one_vector_added_to_every_key_changes_nothing(kernel: str) -> None:
-    """It shifts the scores of a query by a constant."""
-    q, k, v = triple()
-    moved = k + 2 * rand(2, 1, D, seed=7)
-    close(attend(q, moved, v, mask=Causal(), kernel=kernel), attend(q, k, v, mask=Causal(), kernel=kernel), eps=512)
+# --- masks ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

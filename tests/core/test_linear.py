@@ -84,13 +84,8 @@ def test_any_product_score_without_a_normalizer_is_served(score: Any, divide: st
     agree(triple(), mask=Causal() & Padding([5, 12]), score=score, normalizer=Identity(divide))
 
 
-def test_fully_masked_queries_give_zeros() -> None:
-    q, k, v = triple(nq=17, nk=13)
-    for mask in (Causal(), Causal() & Padding([13, 13])):
-        out = called("linear", q, k, v, mask=mask, score=Features(relu))
-        assert not out[:, :, :4].any()
-        assert out[:, :, 4:].any()
-    # relu: no feature in common with any key
+def test_queries_without_a_feature_in_common_with_any_key_give_zeros() -> None:
+    q, k, v = triple()
     assert not called("linear", q.abs(), -k.abs(), v, score=Features(relu)).any()
 
 

@@ -186,27 +186,6 @@ def test_rows_longer_than_one_batch_of_tiles(monkeypatch: pytest.MonkeyPatch) ->
     close(got.mass["all"], torch.ones(1, 1, 5))
 
 
-def test_statistics_computed_by_hand() -> None:
-    """Four equal keys, causal."""
-    q = k = torch.zeros(1, 1, 4, 2, dtype=torch.float64)
-    got = qkv.measure(q, k, mask=Causal(), normalizer=Softmax(sink=0.0))
-    want = {
-        "entropy": [0, math.log(2), math.log(3), math.log(4)],
-        "effective_keys": [1, 2, 3, 4],
-        "distance": [0, 1 / 2, 1, 3 / 2],
-        "spread": [0, 1 / 2, math.sqrt(2 / 3), math.sqrt(5 / 4)],
-        "sink": [1 / 2, 1 / 3, 1 / 4, 1 / 5],
-        "self_": [1 / 2, 1 / 3, 1 / 4, 1 / 5],
-        "previous": [0, 1 / 3, 1 / 4, 1 / 5],
-        "next_": [0, 0, 0, 0],
-        "received": [77 / 60, 47 / 60, 27 / 60, 12 / 60],
-        "sink_mass": [1 / 2, 1 / 3, 1 / 4, 1 / 5],
-        "lse": [math.log(n) for n in (2, 3, 4, 5)],
-    }
-    for name, row in want.items():
-        assert getattr(got, name)[0, 0].tolist() == pytest.approx(row), name
-
-
 @pytest.mark.usefixtures("tile4")
 def test_nan_in_padding_gives_zeros() -> None:
     q, k, _ = triple()
@@ -365,20 +344,14 @@ def test_measure_agrees_with_the_statistic_objects(nq: int, nk: int, mask: Mask 
     counted = torch.ones(2, nq, dtype=torch.bool)
     counted[1, : nq // 3] = False
     mass = {s.name: s.mask for s in (Local(3), Streaming())}
-    statistics = (*BUILT_IN.values(), Local(3), Streaming())
-    result = qkv.measure(q, k, mask=mask, queries=counted, mass=mass, statistics=statistics)
+    statistics, first = (*BUILT_IN.values(), Local(3), Streaming()), torch.tensor([3, 0])
+    result = qkv.measure(q, k, mask=mask, first=first, queries=counted, mass=mass, statistics=statistics)
     for name in BUILT_IN:
         fused, by_object = getattr(result, field_of(name)), result.own[name]
         size = 1e-9 if dtype == torch.float64 else 2e-4
         torch.testing.assert_close(fused, by_object, rtol=size / 10, atol=size, msg=name)
     for name, inside in result.mass.items():
         torch.testing.assert_close(inside, result.own[name], rtol=1e-5, atol=1e-6)
-
-
-def test_a_tile_holds_the_first_key_of_its_text() -> None:
-    q, k, _ = triple()
-    result = qkv.measure(q, k, first=torch.tensor([3, 0]), statistics=[BUILT_IN["sink"]])
-    close(result.own["sink"], result.sink)
 
 
 # --- of weights -------------------------------------------------------------------------------------------------------

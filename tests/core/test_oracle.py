@@ -152,6 +152,7 @@ SCORES: dict[str, Maker] = {
 NORMALIZERS: dict[str, Maker] = {
     "softmax": lambda m: normalizers.Softmax(0.7),
     "softmax and sink": lambda m: normalizers.Softmax(1.3, sink=m.new(m.size.h)),
+    "softmax and sink of queries": lambda m: normalizers.Softmax(0.7, sink=m.new(m.size.b, m.size.h, m.size.nq)),
     "softmax off by one": lambda m: normalizers.Softmax(sink=0.0),
     "softmax and key": lambda m: normalizers.Softmax(0.7, key=m.new(HEADS, m.size.d)),
     "sigmoid of a learned bias": lambda m: normalizers.Sigmoid(m.new(HEADS)),

@@ -135,32 +135,20 @@ def layers(layer: nn.Module, x: Tensor, ours: Run, theirs: Run, **asked: Any) ->
 # --- torch: MultiheadAttention ----------------------------------------------------------------------------------------
 
 
-def _like_multihead(layer: Any, x: Tensor, **asked: Any) -> Tensor:
-    projected = nn.functional.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)
-    return layer.out_proj(merged(attend(*(heads_of(y, layer.num_heads) for y in projected), **asked)))
-
-
-def _multihead(layer: Any, x: Tensor) -> Tensor:
-    return layer(x, x, x, need_weights=False)[0]
-
-
 def test_bias_k_of_value_zero_is_a_key_that_owns_no_value() -> None:
     layer = made(nn.MultiheadAttention(15, 3, batch_first=True, add_bias_kv=True), torch.float64)
     del layer._parameters["bias_v"]
     layer.register_buffer("bias_v", torch.zeros(1, 1, 15, dtype=torch.float64))
 
     def ours(layer: Any, x: Tensor, **on: str) -> Tensor:
-        return _like_multihead(layer, x, normalizer=Softmax(key=layer.bias_k.reshape(3, 5)), **on)
+        projected = nn.functional.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)
+        normalizer = Softmax(key=layer.bias_k.reshape(3, 5))
+        return layer.out_proj(merged(attend(*(heads_of(y, 3) for y in projected), normalizer=normalizer, **on)))
 
-    layers(layer, rand(2, 11, 15), ours, _multihead)
+    layers(layer, rand(2, 11, 15), ours, lambda layer, x: layer(x, x, x, need_weights=False)[0])
 
 
 # --- transformers: eager attention functions --------------------------------------------------------------------------
-
-
-def _groups(h: int, hkv: int, **more: Any) -> types.SimpleNamespace:
-    """What eager attention functions read of their module."""
-    return types.SimpleNamespace(num_key_value_groups=h // hkv, training=False, **more)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -173,7 +161,7 @@ def test_gpt_oss(shape: str, window: int | None, sink: float, dtype: torch.dtype
     same(
         lambda q, k, v, s, **on: attend(q, k, v, mask=mask, normalizer=Softmax(sink=s), score=Dot(0.4), **on),
         lambda q, k, v, s: gpt_oss.eager_attention_forward(
-            _groups(h, hkv, sinks=s), q, k, v, hidden, scaling=0.4
+            types.SimpleNamespace(num_key_value_groups=h // hkv, training=False, sinks=s), q, k, v, hidden, scaling=0.4
         )[0].transpose(1, 2),
         [*triple(b, h, hkv, nq, nk, d, dv, dtype=dtype), sink + rand(h, seed=8, dtype=dtype)],
     )  # fmt: skip
@@ -209,18 +197,14 @@ def test_layers_with_a_window(name: str, window: int) -> None:
 # --- transformers: T5 -------------------------------------------------------------------------------------------------
 
 
-def _t5_layer(decoder: bool, dtype: torch.dtype) -> Any:
+@pytest.mark.parametrize(("decoder", "n", "dtype"), [(False, 29, torch.float32), (True, 29, torch.float64)])
+def test_t5_layer(decoder: bool, n: int, dtype: torch.dtype) -> None:
     t5 = of_transformers("t5")
     config = config_of(
         "t5", d_model=11, d_kv=5, num_heads=3, relative_attention_num_buckets=8, relative_attention_max_distance=20,
         is_decoder=decoder,
     )  # fmt: skip
-    return made(t5.T5Attention(config, has_relative_attention_bias=True, layer_idx=0, is_causal=decoder), dtype)
-
-
-@pytest.mark.parametrize(("decoder", "n", "dtype"), [(False, 29, torch.float32), (True, 29, torch.float64)])
-def test_t5_layer(decoder: bool, n: int, dtype: torch.dtype) -> None:
-    layer = _t5_layer(decoder, dtype)
+    layer = made(t5.T5Attention(config, has_relative_attention_bias=True, layer_idx=0, is_causal=decoder), dtype)
     mask = Causal() if decoder else None
     hidden = None if mask is None else added(mask, n, n, dtype)
 

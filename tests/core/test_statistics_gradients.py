@@ -25,7 +25,7 @@ PARTS = {"near": Window(2), "odd": masks.Strided(2), "early": masks.Prefix(5), "
 DETACHED = ("spread", "visible", "visible_queries")
 
 
-def formulas(a: Tensor, first: int | list[int] = 0, parts: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def formulas(a: Tensor, parts: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Statistics of materialised weights (b, h, nq, nk), by definition."""
     nq, nk = a.shape[2:]
     keys = torch.arange(nk)
@@ -34,12 +34,11 @@ def formulas(a: Tensor, first: int | list[int] = 0, parts: dict[str, Tensor] | N
     share = a / torch.where(mass > 0, mass, 1.0)[..., None]
     log = torch.log(torch.where(share > 0, share, 1.0))
     squares = share.square().sum(-1)
-    firsts = torch.as_tensor(first).expand(len(a))
     result = {
         "entropy": -(share * log).sum(-1),
         "effective_keys": torch.where(mass > 0, 1 / torch.where(mass > 0, squares, 1.0), 0.0),
         "distance": (share * (where[:, None] - keys).abs()).sum(-1),
-        "sink": torch.stack([x[..., f] for x, f in zip(a, firsts.tolist(), strict=True)]),
+        "sink": a[..., 0],
         "received": a.sum(-2),
     }
     for name, shift in (("self_", 0), ("previous", -1), ("next_", 1)):
@@ -61,37 +60,26 @@ def scalar(result: dict[str, Tensor]) -> Tensor:
     return total
 
 
-def agree(
-    q: Tensor, k: Tensor, learned: list[Tensor], *, first: int | list[int] = 0, eps: float = 2**14,
-    alone: bool = False, **arguments: Any,
-) -> None:  # fmt: skip
-    """Compare the gradients of all tensors with autograd through the weights of the eager kernel.
-
-    Those of all statistics together, and of each `alone`.
-    """
+def agree(q: Tensor, k: Tensor, learned: list[Tensor], **arguments: Any) -> None:
+    """Compare the gradients of all tensors with autograd through the weights of the eager kernel."""
     q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
     leaves, sizes = [q, k, *learned], {"batch": len(q), "heads": q.shape[1]}
     weights = qkv.attend(q, k, k, return_weights=True, **arguments)[1]
-    want = formulas(weights, first, {n: part.dense(q.shape[2], k.shape[2], **sizes) for n, part in PARTS.items()})
+    want = formulas(weights, {n: part.dense(q.shape[2], k.shape[2], **sizes) for n, part in PARTS.items()})
     normalizer = arguments.get("normalizer") or Softmax()
     if normalizer.has_lse:
         want["lse"] = qkv.attend(q, k, k, kernel="eager", return_lse=True, **arguments)[1]
     if isinstance(normalizer, SumToOne) and (normalizer.sink is not None or normalizer.key is not None):
         want["sink_mass"] = 1 - weights.sum(-1)
-    first_keys = first if isinstance(first, int) else torch.tensor(first)
-    got = of(measure(q, k, first=first_keys, mass=PARTS, differentiable=True, **arguments))
+    got = of(measure(q, k, mass=PARTS, differentiable=True, **arguments))
     assert sorted(got) == sorted(want)
     for name, x in got.items():
         close(x, want[name], eps=2**12, dtype=torch.float64)
-    for names in [[*got], *([name] for name in got if alone)]:
-        result, expected = (
-            torch.autograd.grad(scalar({n: x[n] for n in names}), leaves, retain_graph=True, allow_unused=True)
-            for x in (got, want)
-        )
-        for x, y in zip(result, expected, strict=True):
-            assert x is None or x.dtype == torch.float64
-            close(torch.zeros(()).double() if x is None else x, torch.zeros(()) if y is None else y, eps=eps)
-        assert expected[0].abs().max() > 0.01, names
+    result, expected = (torch.autograd.grad(scalar(x), leaves, allow_unused=True) for x in (got, want))
+    for x, y in zip(result, expected, strict=True):
+        assert x is None or x.dtype == torch.float64
+        close(torch.zeros(()).double() if x is None else x, torch.zeros(()) if y is None else y, eps=2**14)
+    assert expected[0].abs().max() > 0.01
 
 
 # --- against formulas -------------------------------------------------------------------------------------------------

@@ -386,8 +386,6 @@ def test_attention_that_forms_its_own_weights_is_refused() -> None:
 
 # --- models of qkv ----------------------------------------------------------------------------------------------------
 
-NAMES = {"softmax": "softmax", "off-by-one": "off_by_one", "sigmoid": "sigmoid"}
-
 
 def model_of(**changes: object) -> DecoderLM:
     torch.manual_seed(3)
@@ -415,7 +413,7 @@ def test_editing_all_heads_equals_a_model_built_with_the_normalizer(name: str, m
     model, ids = model_of(**more), ids_of()
     with qkv.edit(model, everywhere(model, name)):
         result = model(ids)
-    built = DecoderLM(replace(model.config, normalizer=NAMES[name])).eval()
+    built = DecoderLM(replace(model.config, normalizer=name.replace("-", "_"))).eval()
     built.load_state_dict(model.state_dict())
     torch.testing.assert_close(result, built(ids), rtol=0, atol=1e-6)
     if name != "softmax":

@@ -246,6 +246,7 @@ def test_lazy_mask_has_the_interface_of_the_additive_tensor(dtype: torch.dtype) 
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = lazy.no_such_thing
     assert lazy_mask(BATCH, 2, 3, attention_mask=lazy) is lazy
+    assert lazy_mask(BATCH, NQ, NK, mask_function=ALL, dtype=torch.bool).dtype == torch.float32
     x = torch.ones(BATCH, 1, NQ, NK, dtype=dtype)
     changed: Any = operator.iadd(lazy, x)
     assert torch.equal(changed, dense + x)
@@ -272,13 +273,6 @@ def test_operations_on_a_lazy_mask_use_the_additive_tensor(use: Callable[[Any, T
     got, want = use(lazy, x), use(dense, x)
     assert type(got) is Tensor
     assert torch.equal(got, want)
-
-
-def test_lazy_mask_without_a_mask_is_zero() -> None:
-    lazy = lazy_mask(BATCH, NQ, NK, mask_function=hf.bidirectional_mask_function, dtype=torch.bool)
-    assert lazy.mask is None
-    assert lazy.dtype == torch.float32
-    assert torch.equal(lazy.tensor(), torch.zeros(BATCH, 1, NQ, NK))
 
 
 def test_mask_works_for_any_number_of_heads() -> None:

@@ -186,7 +186,8 @@ class Input:
                 if value is not None:
                     raise InputError(f"{option} is given, but {name} takes none here: it runs on a sample of its data")
             kind = ", ".join(f"{key} {tuple(x.shape)}" for key, x in loaded.sample.items())
-            print(f"qkv: {name} reads no text; it runs on a sample of its training data: {kind}", file=sys.stderr)
+            loss = "; a loss counts all of its tokens, also those that are drawn at random" if head else ""
+            print(f"qkv: {name} reads no text; it runs on a sample of its training data: {kind}{loss}", file=sys.stderr)
             return loaded, loaded.sample
         if self.chat is not None:
             with renamed(question="--chat"):
