@@ -35,8 +35,7 @@ def unpacked(blob: str) -> np.ndarray:
 def numbers(about: dict[str, Any], codes: np.ndarray) -> np.ndarray:
     """What codes stand for, by their description in the page."""
     number = about["low"] + (codes.astype(np.float64) - 1) * about["step"]
-    values = {"linear": lambda: number, "log": lambda: np.exp(number), "root": lambda: number**2}[about["scale"]]()
-    return np.where(codes == 0, 0, values)
+    return np.where(codes == 0, 0, {"linear": number, "log": np.exp(number), "root": number**2}[about["scale"]])
 
 
 def decoded(html: str, view: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -68,9 +67,8 @@ def test_numbers_come_back_from_the_page() -> None:
     np.testing.assert_allclose(arrays["entropy"], profile.data["entropy"][0], rtol=0, atol=half["entropy"])
     maps = json.loads(re.search(r'id="weights-0-0">(.*?)</script>', html, re.S)[1])
     byte = unpacked(maps[8]).reshape(view["n_keys"], view["n_keys"])
-    np.testing.assert_allclose(
-        numbers(view["maps"][0], byte), np.nan_to_num(profile.data["weights"][0, 1, 3]), atol=1 / 255
-    )
+    weights = np.nan_to_num(profile.data["weights"][0, 1, 3])
+    np.testing.assert_allclose(numbers(view["maps"][0], byte), weights, atol=1 / 255)
     assert ((byte > 0) == np.tri(view["n_keys"], dtype=bool)).all(), "0 stands for masked pairs and nothing else"
 
 
