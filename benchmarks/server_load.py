@@ -267,7 +267,7 @@ def _served() -> Iterator[Server]:
             server = Server(process.stdout.readline().strip().rstrip("/"), process.pid)
             _wait(lambda: _json(server, STATE)["sources"][0]["state"] == "ready")
             server.version = _json(server, STATE)["version"]
-            server.deepest = _json(server, "/api/sources/0/map/0/0/0/0")["deepest"]
+            server.deepest = _json(server, "/api/sources/0/page")["groups"][0]["texts"][0]["map"]["deepest"]
             server.began = time.monotonic()
             yield server
         finally:

@@ -45,15 +45,14 @@ def test_without_interventions_weights_equal_the_profile(live: Live) -> None:
     assert answer["tokens"] == profile.data["key_token"].values[0].tolist()
     weights = np.nan_to_num(profile.data["weights"].values[0])
     np.testing.assert_allclose(answer["rows"], weights[:, :, -1], atol=2e-5)
-    np.testing.assert_allclose(decoded(answer["map"], n), weights[1, 2], atol=2e-5)
-    assert answer["map"] == answer["map_before"]
+    np.testing.assert_allclose(decoded(answer["after"]["map"], n), weights[1, 2], atol=2e-5)
+    assert answer["after"] == answer["before"]
     sink = profile.data["sink"].values[0][:, :, 1:].mean(-1)
     entropy = profile.data["entropy"].values[0].mean(-1)
     for when in ("before", "after"):
-        np.testing.assert_allclose(answer["sink"][when], sink, atol=2e-5)
-        np.testing.assert_allclose(answer["entropy"][when], entropy, atol=1e-4)
+        np.testing.assert_allclose(answer[when]["sink"], sink, atol=2e-5)
+        np.testing.assert_allclose(answer[when]["entropy"], entropy, atol=1e-4)
     assert answer["divergence"] == 0
-    assert answer["next"]["before"] == answer["next"]["after"]
 
 
 def test_next_token_probabilities_equal_the_model(live: Live) -> None:
@@ -61,7 +60,7 @@ def test_next_token_probabilities_equal_the_model(live: Live) -> None:
     ids = mini.encode(EXAMPLE)
     with torch.no_grad():
         chances = mini.model(torch.tensor([ids]))[0, -1].double().softmax(-1)
-    found = live.answer(asked(k=5))["next"]["before"]
+    found = live.answer(asked(k=5))["before"]["next"]
     top = chances.topk(5)
     assert [x["probability"] for x in found] == pytest.approx(top.values.tolist(), rel=1e-4)
     assert [x["token"] for x in found] == [mini.tokenizer.decode([int(i)]) for i in top.indices]
@@ -84,12 +83,12 @@ def test_interventions_change_weights_and_divergence_as_in_the_edited_model(
     weights = {i: torch.from_numpy(found[:, i].copy()) for i in range(layers)}
     assert answer["divergence"] == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-3, abs=1e-8)
     assert answer["divergence"] > 0
-    np.testing.assert_allclose(decoded(answer["map"], ids.shape[1]), weights[1][0, 2], atol=1e-6)
+    np.testing.assert_allclose(decoded(answer["after"]["map"], ids.shape[1]), weights[1][0, 2], atol=1e-6)
     np.testing.assert_allclose(answer["rows"], torch.stack([weights[i][0, :, -1] for i in range(layers)]), atol=1e-6)
     shares = {i: w / w.sum(-1, keepdim=True) if edits[0].normalizer == "sigmoid" else w for i, w in weights.items()}
     first = torch.stack([shares[i][0, :, 1:, 0].mean(-1) for i in range(layers)])
-    np.testing.assert_allclose(answer["sink"]["after"], first, atol=1e-6)
-    before, after = (answer["next"][when] for when in ("before", "after"))
+    np.testing.assert_allclose(answer["after"]["sink"], first, atol=1e-6)
+    before, after = (answer[when]["next"] for when in ("before", "after"))
     assert [x["token"] for x in before] == [x["token"] for x in after]
     likeliest = {int(i) for x in (p, q) for i in x.topk(8).indices}
     assert len(before) == len(likeliest)
@@ -148,8 +147,8 @@ def test_single_token_has_no_queries_after_the_first(live: Live) -> None:
     answer = live.answer(asked(""))
     assert answer["tokens"] == ["<s>"]
     said = live.description
-    assert answer["sink"]["after"] == [[0.0] * said.heads] * said.layers
-    assert all(math.isfinite(x["probability"]) for x in answer["next"]["after"])
+    assert answer["after"]["sink"] == [[0.0] * said.heads] * said.layers
+    assert all(math.isfinite(x["probability"]) for x in answer["after"]["next"])
 
 
 REFUSALS = [
@@ -190,7 +189,7 @@ def test_a_model_of_hugging_face_answers_with_its_own_weights_and_those_of_the_e
     live = Live(Loaded("tiny", model, ByteTokenizer()))
     said = live.description
     assert (said.layers, said.heads, said.most_tokens) == (2, 4, 64)
-    ids = live._ids(SimpleNamespace(text="import os", ids=None))
+    ids, _ = live._read(asked("import os"))
     plain = live._run(ids, {})
     with torch.no_grad():
         want = model(torch.tensor([ids]), output_attentions=True)

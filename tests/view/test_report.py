@@ -32,6 +32,12 @@ def unpacked(blob: str) -> np.ndarray:
     return np.frombuffer(zlib.decompress(base64.b64decode(blob)), np.uint8)
 
 
+def numbers(about: dict[str, Any], codes: np.ndarray) -> np.ndarray:
+    """What codes stand for, by their description in the page."""
+    number = about["low"] + (codes.astype(np.float64) - 1) * about["step"]
+    return np.where(codes == 0, 0, {"linear": number, "log": np.exp(number), "root": number**2}[about["scale"]])
+
+
 def decoded(html: str, view: dict[str, Any]) -> dict[str, np.ndarray]:
     """The curves of the first text, read back the way the page does."""
     low_bytes, high_bytes = unpacked(re.search(r'id="curves-0-0">(.*?)</script>', html, re.S)[1]).reshape(2, -1)
@@ -39,9 +45,7 @@ def decoded(html: str, view: dict[str, Any]) -> dict[str, np.ndarray]:
     arrays = {}
     for name, at in view["arrays"].items():
         part = codes[at["start"] : at["start"] + int(np.prod(at["shape"]))].reshape(at["shape"])
-        number = at["low"] + (part - 1) * at["step"]
-        value = np.where(part == 0, 0, np.exp(number)) if at["scale"] == "log" else number
-        arrays[name] = np.where(part == 65535, np.nan, value)
+        arrays[name] = np.where(part == 65535, np.nan, numbers(at, part))
     return arrays
 
 
@@ -61,9 +65,10 @@ def test_numbers_come_back_from_the_page() -> None:
     np.testing.assert_allclose(np.log(arrays["received"]), np.log(received), rtol=0, atol=half["received"])
     np.testing.assert_allclose(np.log(arrays["mean"]), np.log(received.mean((0, 1))), rtol=0, atol=half["mean"])
     np.testing.assert_allclose(arrays["entropy"], profile.data["entropy"][0], rtol=0, atol=half["entropy"])
-    maps = json.loads(re.search(r'id="maps-0-0">(.*?)</script>', html, re.S)[1])
+    maps = json.loads(re.search(r'id="weights-0-0">(.*?)</script>', html, re.S)[1])
     byte = unpacked(maps[8]).reshape(view["n_keys"], view["n_keys"])
-    np.testing.assert_allclose((byte / 255) ** 2, np.nan_to_num(profile.data["weights"][0, 1, 3]), atol=1 / 255)
+    weights = np.nan_to_num(profile.data["weights"][0, 1, 3])
+    np.testing.assert_allclose(numbers(view["maps"][0], byte), weights, atol=1 / 255)
     assert ((byte > 0) == np.tri(view["n_keys"], dtype=bool)).all(), "0 stands for masked pairs and nothing else"
 
 
@@ -166,11 +171,10 @@ def test_pooled_maps_in_a_report_are_those_of_the_profile(pooled: Profile, avera
     names = ["map_max", "map_mean"][: 1 + average]
     visible = np.tri(about["rows"], dtype=bool)
     for at, blob in enumerate(json.loads(packed)):
-        codes = unpacked(blob).reshape(len(names), about["rows"], about["columns"]).astype(np.float64)
-        got = np.where(codes, about["low"] * (about["high"] / about["low"]) ** ((codes - 1) / 254), 0)
+        got = numbers(about, unpacked(blob).reshape(len(names), about["rows"], about["columns"]))
         head = divmod(at, pooled.data.sizes["head"])
         want = np.stack([pooled.data[name].values[0][head] for name in names])
-        large = want >= about["low"]  # visible weights may be 0, too
+        large = want >= (low := np.exp(about["low"]))  # visible weights may be 0, too
         np.testing.assert_allclose(got[large], want[large], rtol=0.024)
         assert ((got > 0) == visible).all()
-        np.testing.assert_allclose(got[~large & visible], about["low"])
+        np.testing.assert_allclose(got[~large & visible], low)

@@ -168,7 +168,7 @@ def test_tiles_rows_columns_pairs_and_profiles_equal_the_data_set(app: Guard, se
         _, heads, n_queries, n_keys = weights.shape
         shapes.add((n_queries, n_keys))
         api, place = f"/api/sources/{s}", f"{g}/{t}/1/{heads - 1}"
-        assert ask(app, f"{api}/map/{place}").json() == {
+        assert session.sources[s].groups[g]["texts"][t]["map"] == {
             "kind": "stored" if s == 1 else "exact", "n_queries": n_queries, "n_keys": n_keys, "base": 0,
             "deepest": 0, "pixel_queries": 1, "pixel_keys": 1, "why": None,
         }  # fmt: skip
@@ -178,11 +178,11 @@ def test_tiles_rows_columns_pairs_and_profiles_equal_the_data_set(app: Guard, se
             assert tile.headers["cache-control"] == "private, max-age=31536000, immutable"
             near(floats(tile).reshape(n_queries, n_keys), weights[1, -1])
         query, key = n_queries - 1, n_keys // 2
-        for head, known in ((heads - 1, weights[1, -1]), ("mean", weights[1].mean(0, dtype=np.float64))):
-            at = f"{g}/{t}/1/{head}"
-            near(floats(ask(app, f"{api}/row-weights/{at}?query={query}")), known[query])
-            near(floats(ask(app, f"{api}/column-weights/{at}?key={key}")), known[:, key])
-            near(ask(app, f"{api}/pair/{at}?query={query}&key={key}").json()["weight"], known[query, key])
+        for head, known in ((f"&head={heads - 1}", weights[1, -1]), ("", weights[1].mean(0, dtype=np.float64))):
+            at = f"{api}/weights/{g}/{t}/1"
+            near(floats(ask(app, f"{at}?query={query}{head}")), known[query])
+            near(floats(ask(app, f"{at}?key={key}{head}")), known[:, key])
+            near(floats(ask(app, f"{at}?query={query}&key={key}{head}")), known[query, key])
         found, known = floats(ask(app, f"{api}/profiles/{place}")), weights[1, -1].astype(np.float64)
         near(found[:n_keys], known.sum(0) / n_queries, 1e-4, 1e-6)
         if s != 4:  # weights that add up to less than 1 have another entropy: of their shares
@@ -205,7 +205,7 @@ def test_links_and_similar_heads_are_those_of_the_data_set(app: Guard, session: 
 
 
 def test_intervention_changes_a_copy_and_not_the_model(app: Guard) -> None:
-    row = "row-weights/0/0/0/0?query=5"
+    row = "weights/0/0/0?head=0&query=5"
     assert 0 < floats(ask(app, f"/api/sources/4/{row}")).sum() < 0.9999
     assert floats(ask(app, f"/api/sources/0/{row}")).sum() == pytest.approx(1, abs=1e-5)
     assert post(app, "/api/interventions", {"source": 0, "normalizer": "off-by-one"}).json() == {"id": 4}
@@ -235,7 +235,7 @@ def test_tiles_of_a_long_text_pool_the_weights(monkeypatch: pytest.MonkeyPatch) 
     tiles = "/api/sources/{}/tiles/" + f"{session.version}/0/0/0/1"
     places = [(z, 2 ** (2 - z), i, j) for z in range(3) for i, j in np.ndindex(*[-(-520 // (256 * 2 ** (2 - z)))] * 2)]
     for source, (zoom, step, i, j) in itertools.product(session.sources, places):
-        assert ask(app, f"/api/sources/{source.id}/map/0/0/0/1").json()["deepest"] == 2
+        assert source.groups[0]["texts"][0]["map"]["deepest"] == 2
         rows, columns = (slice(x * 256 * step, min(520, (x + 1) * 256 * step)) for x in (i, j))
         for pool, pooled in (("max", np.nanmax), ("mean", np.nanmean)):
             tile = ask(app, f"{tiles.format(source.id)}/{pool}/{zoom}/{i}/{j}")
@@ -339,9 +339,9 @@ def test_a_page_of_another_package_that_fails_does_not_take_the_viewer_down(
     session = Session("pages")
     assert [one.id for one in session.pages] == ["mine"]
     assert [record.args[0] for record in logged if record.args] == ["gone", "other", "bare"]
-    before = session.page_states[0].missing
+    before = session.pages[0].missing
     session.prepare()
-    assert session.page_states[0].missing != before
+    assert session.pages[0].missing != before
     app = create_app(session)
     assert ask(app, "/static/page_mine.js").status_code == 200
     (said,) = ask(app, "/api/session").json()["pages"]
@@ -580,7 +580,7 @@ def tile_path(session: Session, *, text: int = 0, layer: int = 0, head: int = 0,
 def test_server_answers_under_many_concurrent_requests(session: Session, crowded: Sluggish) -> None:
     tiles = [tile_path(session, text=t, layer=a, head=b) for t, a, b in np.ndindex(2, 4, 6)]
     wrong = [tile_path(session, at=f"{z}/{i}/0") for z, i in np.ndindex(24, 3)]
-    small = ["api/session", "", "api/sources/0/page", "api/sources/0/row-weights/0/0/0/mean?query=1"]
+    small = ["api/session", "", "api/sources/0/page", "api/sources/0/weights/0/0/0?query=1"]
 
     async def go(url: str) -> tuple[list[httpx.Response], list[httpx.Response]]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # the server closes idle ones
@@ -625,7 +625,7 @@ def test_closed_connections_cancel_their_jobs(session: Session, crowded: Sluggis
         for sock in calls:
             sock.close()
         until(lambda: crowded.begun == crowded.stopped)
-        assert httpx.get(f"{url}api/sources/0/row-weights/0/0/0/0?query=1").status_code == 200  # the thread is free
+        assert httpx.get(f"{url}api/sources/0/weights/0/0/0?head=0&query=1").status_code == 200  # the thread is free
 
 
 def test_slow_readers_and_writers_do_not_block_others(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

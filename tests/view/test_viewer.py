@@ -497,7 +497,7 @@ def asked(text: str, *edits: tuple[int, int, str, float], at: tuple[int, int] = 
 
 def check_bars(tab: Tab, answer: dict[str, Any], *, edited: bool) -> None:
     """The bars show the next tokens of the answer, with their probabilities."""
-    before, after = (answer["next"][when][:SHOWN] for when in ("before", "after"))
+    before, after = (answer[when]["next"][:SHOWN] for when in ("before", "after"))
     want = [
         (spaced(b["token"]), (f"{percent(a['probability'])} → " if edited else "") + percent(b["probability"]))
         for a, b in zip(before, after, strict=True)
@@ -508,7 +508,7 @@ def check_bars(tab: Tab, answer: dict[str, Any], *, edited: bool) -> None:
 
 
 def check_sinks(tab: Tab, answer: dict[str, Any], when: str) -> None:
-    sinks = [f"{100 * x:.0f}" for row in answer["sink"][when] for x in row]
+    sinks = [f"{100 * x:.0f}" for row in answer[when]["sink"] for x in row]
     expect(tab.page.locator(".live-cell > span")).to_have_text(sinks)
 
 
@@ -545,8 +545,8 @@ def test_live_page_handles_hostile_text_and_exports(view: Opens, mini: Served, l
     one.settled()
     answer = live.answer(asked("import os"))
     rows = [row for row in one.table() if row["what"] == "probability of the next token"]
-    assert [row["name"] for row in rows] == [x["token"] for x in answer["next"]["before"]]
-    np.testing.assert_allclose(floats(rows, "after"), [x["probability"] for x in answer["next"]["after"]], rtol=1e-6)
+    assert [row["name"] for row in rows] == [x["token"] for x in answer["before"]["next"]]
+    np.testing.assert_allclose(floats(rows, "after"), [x["probability"] for x in answer["after"]["next"]], rtol=1e-6)
     check_picture(one)
     one.page.fill("#live-text", "")
     expect(one.page.locator("#live-trouble")).to_contain_text("Type some text")

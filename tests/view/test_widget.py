@@ -63,14 +63,14 @@ def test_tiles_and_weights_from_python_are_exact(monkeypatch: pytest.MonkeyPatch
     profile.widget("qkv-mini", CODE)
     content, _ = answered(shown, monkeypatch, what="shape")
     assert content == {"shape": {"n_queries": n, "n_keys": n, "deepest": 1}}
-    tile = {"what": "tile", "layer": 1, "head": 4, "zoom": 1}
+    tile = {"what": "tile", "row": 10, "zoom": 1}
     content, (data,) = answered(shown, monkeypatch, **tile, i=1, j=0, pool="max")
     assert content == {"rows": n - 256, "columns": 256}
     np.testing.assert_allclose(
         np.frombuffer(data, np.float32).reshape(n - 256, 256), weights[1, 4, 256:, :256], atol=3e-6
     )
     assert answered(shown, monkeypatch, **tile, i=0, j=1, pool="mean") == ({"rows": 0, "columns": 0}, [b""])
-    content, _ = answered(shown, monkeypatch, what="pair", layer=0, head=2, query=70, key=3)
+    content, _ = answered(shown, monkeypatch, what="pair", row=2, query=70, key=3)
     assert content["weight"] == pytest.approx(float(weights[0, 2, 70, 3]), abs=1e-6)
 
 

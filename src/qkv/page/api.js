@@ -74,13 +74,11 @@ export class Source extends PageData {
   #api;
   #version;
 
-  constructor(api, entry, page, version) {
-    super(page, (id) => this.#get(id.replaceAll("-", "/"), { read: "text" }));
+  constructor(api, { id, name, kind }, page, version) {
+    super(page, (part) => this.#get(part.replaceAll("-", "/"), { read: "text" }));
     this.#api = api;
     this.#version = version;
-    this.id = entry.id;
-    this.name = entry.name;
-    this.kind = entry.kind;
+    Object.assign(this, { id, name, kind });
     addStatistics(page.statistics);
   }
 
@@ -90,11 +88,6 @@ export class Source extends PageData {
    */
   similar(g, t, layer, head) {
     return this.once(`similar/${g}/${t}/${layer}/${head}`, (path) => this.#get(path));
-  }
-
-  /** Size and resolution of a head's map: {kind, n_queries, n_keys, deepest, why}. */
-  map(g, t, layer, head) {
-    return this.once(`map/${g}/${t}/${layer}/${head}`, (path) => this.#get(path));
   }
 
   /** The tile in row i and column j of tiles, pooled by "max" or "mean": {rows, columns, values}, row by row; null if all of it is masked. */
@@ -114,19 +107,10 @@ export class Source extends PageData {
     return { received: both.subarray(0, n), entropy: both.subarray(n) };
   }
 
-  /** The exact weight of one query on one key. */
-  async pair(g, t, layer, head, query, key, { signal } = {}) {
-    return (await this.#get(`pair/${g}/${t}/${layer}/${head}?query=${query}&key=${key}`, { signal })).weight;
-  }
-
-  /** All weights of a query, one per key. head may be "mean". */
-  rowWeights(g, t, layer, head, query, { signal } = {}) {
-    return this.#floats(`row-weights/${g}/${t}/${layer}/${head}?query=${query}`, signal);
-  }
-
-  /** All weights on a key, one per query. */
-  columnWeights(g, t, layer, head, key, { signal } = {}) {
-    return this.#floats(`column-weights/${g}/${t}/${layer}/${head}?key=${key}`, signal);
+  /** The exact weights of a `query` on all keys, of all queries on a `key`, or of one on the other; means over heads without `head`. */
+  weights(g, t, layer, { head, query, key }, { signal } = {}) {
+    const of = Object.entries({ head, query, key }).filter(([, at]) => at !== undefined);
+    return this.#floats(`weights/${g}/${t}/${layer}?${new URLSearchParams(of)}`, signal);
   }
 
   /** The key with the largest weight of a query in each head of a layer: {keys, weights}. */

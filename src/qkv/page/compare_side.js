@@ -91,7 +91,7 @@ export const MAX_EXACT = 512;
  * queries × step.across keys; the last blocks may be smaller.
  */
 export async function matrixOf(source, { group, text, layer, head }, { signal }) {
-  const shape = await source.map(group, text, layer, head), { kind, n_queries, n_keys, why } = shape;
+  const shape = source.page.groups[group].texts[text].map, { kind, n_queries, n_keys, why } = shape;
   if (kind === "none") return { values: null, n_queries, n_keys, exact: false, why };
   const pyramid = new Pyramid(shape), exact = kind !== "small" && Math.max(n_queries, n_keys) <= MAX_EXACT, zoom = exact ? pyramid.deepest : 0;
   const whole = { top: 0, left: 0, bottom: n_queries - 1, right: n_keys - 1 };

@@ -1,6 +1,7 @@
 // What a page holds of its texts: curves along them and maps of their heads, decoded when they are needed.
 
 import { rowOf } from "./heads.js";
+import { integer } from "./numbers.js";
 import { counted } from "./state.js";
 import { TILE } from "./tiles.js";
 
@@ -13,43 +14,31 @@ export async function inflated(base64) {
   return new Uint8Array(await counted(new Response(stream).arrayBuffer()));
 }
 
+const FROM_SCALE = { linear: (number) => number, log: Math.exp, root: (number) => number ** 2 };
+
+/** The number that a code stands for, as described in qkv.report.payload; 0 for code 0. */
+const numberOf = ({ scale, low, step }, code) => (code ? FROM_SCALE[scale](low + (code - 1) * step) : 0);
+
 /** Decode the curves of a text, {name: {values, shape}}, from 16-bit codes; `index` describes where and how each is stored. */
 export function decodedArrays(index, planes) {
   const length = planes.length / 2;
-  const arrays = {};
-  for (const [name, { shape, start, scale, low, step }] of Object.entries(index)) {
-    const size = shape.reduce((product, dim) => product * dim, 1);
-    const values = new Float32Array(size);
-    for (let i = 0; i < size; i++) {
+  return Object.fromEntries(Object.entries(index).map(([name, about]) => {
+    const { shape, start } = about, values = new Float32Array(shape.reduce((product, dim) => product * dim, 1));
+    for (let i = 0; i < values.length; i++) {
       const code = planes[start + i] + 256 * planes[length + start + i];
-      const number = low + (code - 1) * step;
-      values[i] = code === 65535 ? NaN : scale === "log" ? (code === 0 ? 0 : Math.exp(number)) : number;
+      values[i] = code === 65535 ? NaN : numberOf(about, code);
     }
-    arrays[name] = { values, shape };
-  }
-  return arrays;
+    return [name, { values, shape }];
+  }));
 }
 
 /** One row of an array: the curve of a head, by its row in the table of heads, or that of a layer. */
 export const rowOfCurve = ({ values, shape }, row) => values.subarray(row * shape.at(-1), (row + 1) * shape.at(-1));
 
-// The pooled map of a head: for each bin of queries × keys its largest and its average weight.
-
-/** Decode the codes of a head. `about`: the description of the pooled maps of a text, see qkv.report.payload. */
-export function pooledMap(about, codes) {
-  const { rows, columns, low, high } = about, size = rows * columns;
-  const table = Float32Array.from({ length: 256 }, (_, c) => (c ? low * (high / low) ** ((c - 1) / 254) : 0));
-  const decoded = (from) => Float32Array.from({ length: size }, (_, at) => table[codes[from + at]]);
-  return { ...about, largest: decoded(0), average: codes.length > size ? decoded(size) : null };
-}
-
 const DECADES = 3; // of weights that the colours span
 
 /** The colour level of a weight, 0 to 1, on a logarithmic scale below `high`. */
 export const levelOf = (weight, high) => (weight > 0 ? Math.max(0.02, 1 + Math.log10(weight / high) / DECADES) : 0);
-
-// Exact maps: code c stands for the weight (c / 255)², see qkv.report.payload.
-const WEIGHTS = Float32Array.from({ length: 256 }, (_, code) => (code / 255) ** 2);
 
 /** What a page (see qkv.report.payload) holds of its texts; `blob(id)`: its packed parts by name, or promises of them. */
 export class PageData {
@@ -65,7 +54,7 @@ export class PageData {
   /** The StoredMaps of a text, or null if there are none. */
   maps(g, t) {
     const view = this.page.groups[g].texts[t], packed = async (id) => JSON.parse(await this.blob(id));
-    if (view.maps !== "kept" && !view.pooled) return null;
+    if (!view.maps.length) return null;
     const bytes = (kind, row) => this.once(`${kind}-${g}-${t}/${row}`, async () => inflated((await this.once(`${kind}-${g}-${t}`, packed))[row]));
     return this.once(`stored-${g}-${t}`, () => new StoredMaps(view, bytes));
   }
@@ -93,42 +82,33 @@ export class PageData {
 
 export class StoredMaps {
   /**
-   * The maps of a view (`groups[g].texts[t]` of a page). bytes(kind, row): a promise of the bytes of a head, where kind is
-   * "maps" for all weights and "pools" for the pooled map. `exact`: whether the page has all weights.
+   * The maps of a view (`groups[g].texts[t]` of a page), of which `finest` and `smallest` may be one. bytes(kind, row): a promise
+   * of the codes of a head. `exact`: whether the page has all weights.
    */
   constructor(view, bytes) {
-    Object.assign(this, { view, bytes, exact: view.maps === "kept" });
-    const { bin_queries: down, bin_keys: across } = this.exact ? { bin_queries: 1, bin_keys: 1 } : (view.pooled ?? {});
-    const { n_queries, n_keys } = view;
-    this.bin = { down, across };
-    this.shape = {
-      n_queries, n_keys, pixel_queries: down, pixel_keys: across,
-      deepest: Math.max(Math.ceil(Math.log2(Math.max(Math.ceil(n_queries / down), Math.ceil(n_keys / across)) / TILE)), 0),
-    };
+    Object.assign(this, { view, bytes, finest: view.maps[0], smallest: view.maps.at(-1), exact: view.maps[0].kind === "weights" });
+    const { n_queries, n_keys } = view, { rows, columns, bin_queries, bin_keys } = this.finest;
+    this.shape = { n_queries, n_keys, pixel_queries: bin_queries, pixel_keys: bin_keys, deepest: Math.max(Math.ceil(Math.log2(Math.max(rows, columns) / TILE)), 0) };
   }
 
-  /** All weights of a head, or its pooled map: {rows, columns, largest, average}; `average` is null if they are equal. */
-  async whole(row) {
-    if (!this.exact) return pooledMap(this.view.pooled, await this.bytes("pools", row));
-    const bytes = await this.bytes("maps", row);
-    return { rows: this.view.n_queries, columns: this.view.n_keys, largest: Float32Array.from(bytes, (code) => WEIGHTS[code]), average: null };
-  }
-
-  /** The small map of a head for the wall. */
-  async small(row) {
-    return this.view.pooled ? pooledMap(this.view.pooled, await this.bytes("pools", row)) : this.whole(row);
+  /** A map of a head: {rows, columns, largest, average}, by bin; `average` is null if they are equal, or not known. */
+  async of(row, about = this.finest) {
+    const { rows, columns, kind } = about, codes = await this.bytes(kind, row), size = rows * columns;
+    const table = Float32Array.from({ length: 256 }, (_, code) => numberOf(about, code));
+    const [largest, average] = [codes.subarray(0, size), codes.subarray(size)].map((part) => Float32Array.from(part, (code) => table[code]));
+    return { rows, columns, largest, average: average.length ? average : null };
   }
 
   /** The weights of a query on all keys, in an exact map. */
   async line(row, query) {
-    const { n_keys } = this.view, bytes = await this.bytes("maps", row);
-    return Float32Array.from(bytes.subarray(query * n_keys, (query + 1) * n_keys), (code) => WEIGHTS[code]);
+    const { columns, largest } = await this.of(row);
+    return largest.subarray(query * columns, (query + 1) * columns);
   }
 
   /** A tile as in `Pyramid` (tiles.js), pooled by "max" or "mean": {rows, columns, values}. */
   async tile(row, pool, { zoom, i, j }) {
-    const { rows, columns, largest, average } = await this.whole(row), values = pool === "max" ? largest : (average ?? largest);
-    const step = 2 ** (this.shape.deepest - zoom), { n_queries, n_keys } = this.view, { down, across } = this.bin;
+    const { rows, columns, largest, average } = await this.of(row), values = pool === "max" ? largest : (average ?? largest);
+    const step = 2 ** (this.shape.deepest - zoom), { n_queries, n_keys, pixel_queries: down, pixel_keys: across } = this.shape;
     const top = i * TILE * step, left = j * TILE * step, bottom = Math.min(top + TILE * step, rows), right = Math.min(left + TILE * step, columns);
     const tile = { rows: Math.ceil((bottom - top) / step), columns: Math.ceil((right - left) / step) };
     const size = tile.rows * tile.columns, out = new Float32Array(size), pairs = new Float32Array(size);
@@ -145,11 +125,9 @@ export class StoredMaps {
   /** What a cell of the large map is and how exactly it is kept, in words. */
   get note() {
     if (this.exact) return "A cell is one query and one key; weights are kept in 8 bits on a square-root scale, right to 0.4 percentage points.";
-    const { low, high, coarser } = this.view.pooled, error = 50 * Math.log(high / low) / 254;
-    return `A cell is ${integerPair(this.bin)} weights, kept in 8 bits on a logarithmic scale down to ${(100 * low).toPrecision(1)}\u00a0%: right to ${error.toFixed(1)}\u00a0% of the value. ` +
-      (this.view.maps === "left out" ? "The profile has all weights, too many for this page: profile.plot.map(layer, head) draws them."
+    const { bin_queries, bin_keys, low, step, coarser } = this.finest;
+    return `A cell is ${integer(bin_queries)} × ${integer(bin_keys)} weights, kept in 8 bits on a logarithmic scale down to ${(100 * Math.exp(low)).toPrecision(1)}\u00a0%: right to ${(50 * step).toFixed(1)}\u00a0% of the value. ` +
+      (this.view.has_weights ? "The profile has all weights, too many for this page: profile.plot.map(layer, head) draws them."
         : coarser ? "The profile has a finer map, too large for this page: profile.plot.map(layer, head) draws it." : "For any part of this map, exact at any zoom, use qkv map or qkv view.");
   }
 }
-
-const integerPair = ({ down, across }) => `${down.toLocaleString("en")} × ${across.toLocaleString("en")}`;

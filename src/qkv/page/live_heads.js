@@ -109,9 +109,9 @@ export class LiveHeads {
   #drawGrid() {
     if (!this.#answer) return;
     const { heads } = this.#live, group = { layers: [...Array(this.#live.layers).keys()], heads: [...Array(heads).keys()] };
-    const { before, after } = this.#answer.sink, single = this.#answer.tokens.length < 2;
+    const { before, after } = this.#answer, single = this.#answer.tokens.length < 2;
     const cell = (layer, head) => {
-      const at = `${layer}.${head}`, edit = this.edits.get(at), was = before[layer][head], is = after[layer][head];
+      const at = `${layer}.${head}`, edit = this.edits.get(at), was = before.sink[layer][head], is = after.sink[layer][head];
       const now = css(ramp(Math.min(is, 1))), then = css(ramp(Math.min(was, 1)));
       const mark = edit ? [edit.normalizer === this.#live.normalizers[0] ? null : MARKS[edit.normalizer], edit.temperature === 1 ? null : "T"].filter(Boolean).join(" ") : "";
       const weight = single ? "one token only" : Math.abs(was - is) < 0.0005 ? percent(is) : `${percent(was)} → ${percent(is)}`;
@@ -146,7 +146,7 @@ export class LiveHeads {
   }
 
   #drawQuick() {
-    const [layer] = headAt(this.shown), all = headsOf(this.#live), { before } = this.#answer?.sink ?? {};
+    const [layer] = headAt(this.shown), all = headsOf(this.#live), before = this.#answer?.before.sink;
     const sinks = before ? all.filter((at) => before[headAt(at)[0]][headAt(at)[1]] > SINK) : [];
     const button = (key, label, wanted, title) => h("button", { type: "button", class: "quiet live-small", "data-key": `quick-${key}`, disabled: !wanted.length, title, onclick: () => this.#selectAll(wanted) }, label);
     replace(this.quick,

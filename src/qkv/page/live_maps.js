@@ -25,7 +25,7 @@ export function liveMaps(answer) {
     boxes.push(box);
     return h("figure", {}, h("figcaption", {}, h("span", {}, title)), box.element);
   };
-  const change = (name, unit) => [...new Set(["before", "after"].slice(0, edited ? 2 : 1).map((when) => written(answer[name][when][layer][head], unit)))].join(" → ");
+  const change = (name, unit) => [...new Set(["before", "after"].slice(0, edited ? 2 : 1).map((when) => written(answer[when][name][layer][head], unit)))].join(" → ");
   const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
   return [
     figure("As trained", maps[0]),
@@ -77,13 +77,13 @@ const lines = (token) => token.split("\n").map(visible).join("⏎\n");
 
 /** Probabilities, head statistics and weights before and after the edits. */
 export function liveCsv(answer) {
-  const { divergence, next, tokens, maps: [before, after], at } = answer, n = tokens.length;
-  const perHead = (name, words) => answer[name].before.flatMap((layer, l) => layer.map((value, head) => [words, longName(`${l}.${head}`), value, answer[name].after[l][head]]));
+  const { divergence, before, after, tokens, maps, at } = answer, n = tokens.length;
+  const perHead = (name, words) => before[name].flatMap((layer, l) => layer.map((value, head) => [words, longName(`${l}.${head}`), value, after[name][l][head]]));
   return csvOf(["what", "name", "before", "after"], [
     ["KL divergence of the next token (nats)", "", 0, divergence],
-    ...next.before.map(({ token, probability }, i) => ["probability of the next token", token, probability, next.after[i].probability]),
+    ...before.next.map(({ token, probability }, i) => ["probability of the next token", token, probability, after.next[i].probability]),
     ...perHead("sink", "mean weight on the first token"), ...perHead("entropy", "mean entropy (nats)"),
-    ...tokens.flatMap((query, i) => tokens.slice(0, i + 1).map((key, j) => [`weight in ${longName(at)}`, `${i} ${query} → ${j} ${key}`, before[i * n + j], after[i * n + j]])),
+    ...tokens.flatMap((query, i) => tokens.slice(0, i + 1).map((key, j) => [`weight in ${longName(at)}`, `${i} ${query} → ${j} ${key}`, ...maps.map((map) => map[i * n + j])])),
   ]);
 }
 

@@ -54,14 +54,14 @@ export function editWords(edits, { layers, heads }) {
 export const SHOWN = 10; // candidates for the next token that are shown
 
 /** The effect of the edits on the next token: [size of the change, likeliest token], each a list of strings and elements. */
-export function headlineOf({ divergence, next, edited }) {
+export function headlineOf({ divergence, before, after, edited }) {
   if (!edited) return [["The model is as trained."], ["Select heads and choose another normalizer or temperature to see the effect here."]];
-  const [before, after] = [next.before, next.after].map((list) => list.reduce((best, entry, i) => (entry.probability > list[best].probability ? i : best), 0));
+  const [was, is] = [before, after].map(({ next }) => next.reduce((best, entry, i) => (entry.probability > next[best].probability ? i : best), 0));
   const size = divergence < 0.005 ? "hardly changes" : divergence < 0.1 ? "changes a little" : divergence < 1 ? "changes clearly" : "changes completely";
-  const change = `${percent(next.before[before].probability)} → ${percent(next.after[before].probability)}`;
-  const likeliest = before === after
-    ? [quoted(next.before[before].token), ` remains the likeliest token: ${change}.`]
-    : [quoted(next.after[after].token), ` (${percent(next.after[after].probability)}) replaces `, quoted(next.before[before].token), ` (${change}) as the likeliest token.`];
+  const change = `${percent(before.next[was].probability)} → ${percent(after.next[was].probability)}`;
+  const likeliest = was === is
+    ? [quoted(before.next[was].token), ` remains the likeliest token: ${change}.`]
+    : [quoted(after.next[is].token), ` (${percent(after.next[is].probability)}) replaces `, quoted(before.next[was].token), ` (${change}) as the likeliest token.`];
   return [[`The prediction ${size} (${nats(divergence)}).`], likeliest];
 }
 
@@ -69,7 +69,7 @@ export function headlineOf({ divergence, next, edited }) {
 export const quoted = (token) => h("bdi", {}, `“${named(token)}”`);
 
 /** The likeliest next tokens of an answer: [{token, before, after}, …]. */
-export const nextRows = ({ next: { before, after } }) => after.map(({ token, probability }, i) => ({ token, after: probability, before: before[i].probability })).slice(0, SHOWN);
+export const nextRows = ({ before, after }) => after.next.map(({ token, probability }, i) => ({ token, after: probability, before: before.next[i].probability })).slice(0, SHOWN);
 
 /** The likeliest tokens of a sampling step, including the sampled one: [{token, after, chosen}, …]. */
 export function sampledRows({ top, token, probability }) {

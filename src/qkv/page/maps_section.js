@@ -20,18 +20,17 @@ export class MapsSection {
   }
 
   /**
-   * Show a head of `PageData.head`. `exact`: null, or where exact tiles come from, {shape, tile(layer, head, pool, place,
-   * {signal}), pair(layer, head, query, key), note}, instead of the maps of the page.
+   * Show a head of `PageData.head`. `maps`: StoredMaps, or where exact tiles come from, {shape, tile(row, pool, place, {signal}),
+   * pair(row, query, key), note}.
    */
-  show(shown, exact = null) {
-    const { group, view, maps, curves, layer, head, row } = shown, other = this.shown?.view !== view;
+  show(shown, maps = shown.maps) {
+    const { group, view, curves, layer, head, row } = shown, other = this.shown?.view !== view;
     this.shown = shown;
     if (other) this.draw(); else markHead(this.wall.box, layer, head);
     replace(this.title, h("h3", {}, headTitle(group, layer, head)), h("p", { class: "map-goes" }, headWords(group, view, row).join(" · ")));
-    const from = exact
-      ? { shape: exact.shape, tile: (pool, place, options) => exact.tile(layer, head, pool, place, options), pair: (query, key) => exact.pair(layer, head, query, key), note: () => exact.note }
-      : { shape: maps.shape, tile: (pool, place) => maps.tile(row, pool, place), pair: null, note: () => maps.note };
-    return this.large.show({ ...from, tokens: { keys: view.keys, queries: view.queries || view.keys }, profiles: edgeCurves(curves, view, row), name: headName(group, layer, head) });
+    return this.large.show({
+      shape: maps.shape, tile: (...tile) => maps.tile(row, ...tile), pair: maps.pair ? (...pair) => maps.pair(row, ...pair) : null, note: () => maps.note, tokens: { keys: view.keys, queries: view.queries || view.keys }, profiles: edgeCurves(curves, view, row), name: headName(group, layer, head),
+    });
   }
 
   /** Draw the wall and its controls again. */

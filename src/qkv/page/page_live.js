@@ -122,7 +122,7 @@ class LivePage {
     try {
       const answer = await this.#app.post("/api/live", { ...this.#body(), text, ...(ids ? { ids } : {}) }, { signal: request.signal });
       if (request.signal.aborted) return;
-      const maps = [answer.map_before, answer.map].map((map) => new Float32Array(bytesOf(map).buffer));
+      const maps = [answer.before, answer.after].map(({ map }) => new Float32Array(bytesOf(map).buffer));
       this.#answer = { ...answer, at, text, edited, maps };
       if (!keepStep) writing.step = null;
       this.#showTrouble("");

@@ -98,8 +98,8 @@ class MapPage {
     this.loaded = `${this.app.state.source}/${place}`;
     this.large.canvas.classList.add("stale"); // until the new head is loaded
     try {
-      const source = await this.app.source(), shape = await source.map(...place);
-      if (load === this.loads) await this.show(source, place, shape);
+      const source = await this.app.source();
+      if (load === this.loads) await this.show(source, place);
     } catch (error) {
       if (load === this.loads) this.fail(error);
     }
@@ -117,8 +117,8 @@ class MapPage {
     replace(this.pinned);
   }
 
-  async show(source, place, shape) {
-    const [group, text, layer, head] = place, page = source.page.groups[group], words = page.texts[text], name = headTitle(page, layer, head);
+  async show(source, place) {
+    const [group, text, layer, head] = place, page = source.page.groups[group], words = page.texts[text], shape = words.map, name = headTitle(page, layer, head);
     const profiles = source.profiles(...place).then(
       (found) => ({ ...found, scales: edgeScales(found), exact: true }),
       (error) => { if (shape.kind === "exact") this.app.trouble(error); return null; });
@@ -128,8 +128,8 @@ class MapPage {
     const shown = await this.large.show({
       shape, profiles, name, tokens: { keys: words.keys, queries: words.queries || words.keys },
       tile: shape.kind === "none" ? null : (pool, { zoom, i, j }, options) => source.tile(...place, pool, zoom, i, j, options),
-      pair: (query, key, options) => source.pair(...place, query, key, options),
-      row: (query, options) => source.rowWeights(...place, query, options),
+      pair: async (query, key, options) => (await source.weights(group, text, layer, { head, query, key }, options))[0],
+      row: (query, options) => source.weights(group, text, layer, { head, query }, options),
       note: () => [this.pixelWords(), ...(shape.kind === "small" ? [shape.why] : [])].join(". "),
     }, { view: useAddress ? this.wantedView : undefined, whole: !part });
     if (!shown) return;

@@ -1,6 +1,6 @@
 // Sinks: attention sinks at the first token, their values, and the effect of interventions on the normalizer.
 
-import { sameSize, firstTokenWeight, sinkFigures } from "./sinks.js";
+import { sameSize, sinkFigures } from "./sinks.js";
 import { csvOf } from "./export.js";
 import { selectFrom } from "./charts.js";
 import { h, replace } from "./dom.js";
@@ -92,10 +92,8 @@ export function mount(root, app) {
 function csvOfSinks({ name, own, other }) {
   const sources = [[name, own], ...(other ? [[other.name, other.group]] : [])];
   const columns = [...new Set(sources.flatMap(([, group]) => Object.keys(group.sinks ?? {})))];
-  const heads = sources.flatMap(([of, group]) => {
-    const weights = firstTokenWeight(group);
-    return weights.map((weight, at) => [of, group.layers[Math.floor(at / group.heads.length)], group.heads[at % group.heads.length], weight, ...columns.map((column) => group.sinks?.[column]?.[at] ?? null)]);
-  });
+  const heads = sources.flatMap(([of, group]) => group.sink.map((weight, at) =>
+    [of, group.layers[Math.floor(at / group.heads.length)], group.heads[at % group.heads.length], weight, ...columns.map((column) => group.sinks?.[column]?.[at] ?? null)]));
   const blank = Array.from({ length: 3 + columns.length }, () => null);
   const depths = sources.flatMap(([of, { residual }]) => (residual?.largest ?? []).map((largest, depth) => [of, ...blank, depth, largest, residual.median[depth]]));
   const stream = depths.length ? ["depth", "largest_activation", "median_activation"] : [];

@@ -297,7 +297,7 @@ class TextPage {
     else replace(this.panel, h("p", { class: "text-hint" },
       h("span", { class: "with-mouse" }, "Point at a token to see which tokens it attends to, and which attend to it. A click pins it; Escape unpins it."),
       h("span", { class: "with-finger" }, "Tap a token to see which tokens it attends to, and which attend to it.")),
-    weights.shape.why ? h("p", { class: "text-note" }, weights.shape.why) : null);
+    weights.text.map.why ? h("p", { class: "text-note" }, weights.text.map.why) : null);
     if (pin && linkable(pin)) this.links.show(weights, pin.at);
     else this.links.clear(!pin && active && linkable(active) ? "Pin the token to follow its links through the layers." : null);
   }

@@ -15,7 +15,7 @@ export function mount(root, app) {
   async function draw() {
     const drawing = ++drawings, { state } = app, { group, text, layer, head } = state, source = app.opened();
     const shown = source.at(group, text, layer, head);
-    if (!shown.view.pooled) {
+    if (!shown.maps) {
       replace(wall.controls);
       replace(wall.box, h("p", { class: "note" }, "This profile holds no small maps: it was made with map_bins=0, or its weights came from elsewhere. Open the model itself instead."));
       return;

@@ -174,7 +174,7 @@ function about() {
         "The statistics “first token” and “previous token” leave out the first query of a text, which in causal attention can only attend to itself. ",
         "Weights are shares of their row: they are divided by its sum, in which a learned sink counts as a key, so a share of all attention is a mean over queries."),
       h("p", {}, `Where the weight goes counts each key once, under the first name that fits: first token, other special tokens, self, previous, next, nearby (within ${g.window} tokens), elsewhere. `,
-        v.maps === "none" ? `There is one exception to exactness: for queries with a special token 2 to ${g.window} places away, the rest of the neighbourhood counts as elsewhere.` : ""),
+        !v.has_weights ? `There is one exception to exactness: for queries with a special token 2 to ${g.window} places away, the rest of the neighbourhood counts as elsewhere.` : ""),
       h("p", {}, `Curves are stored in 16 bits (steps of 1/65,533 of their range)${binned ? `; for this length they are means: ${integer(v.bins.curve)} along the queries, ${integer(v.bins.received)} along the keys of each head` : ""}. `,
         storedMaps() ? "The small maps show the largest weight of each bin. " : "", storedMaps()?.note)),
   );

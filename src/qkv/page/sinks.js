@@ -14,15 +14,6 @@ const BEFORE_COLOUR = "var(--accent)", AFTER_COLOUR = "var(--second)";
 /** Whether two groups have the same numbers of layers and heads. */
 export const sameSize = (a, b) => a.layers.length === b.layers.length && a.heads.length === b.heads.length;
 
-/** The weight of each head on the first token, averaged over the texts of a group; null if no text has it. */
-export function firstTokenWeight(group) {
-  const columns = group.texts.map((text) => text.heads.sink);
-  return columns[0].map((_, at) => {
-    const known = columns.map((column) => column[at]).filter((x) => x !== null);
-    return known.length ? known.reduce((sum, x) => sum + x, 0) / known.length : null;
-  });
-}
-
 /** The model's own weight of each head on the first token; null if it equals the share of the row in every head. */
 function undividedWeight(group) {
   const { weight_first: weights, share_first: shares } = group.sinks ?? {};
@@ -40,7 +31,7 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
   const both = (read) => [read(group), after && read(after.group)];
   const scores = (column) => both((one) => one.sinks?.[column] ?? null);
   const charts = [
-    byLayerChart({ ...more, title: "Weight on the first token", note: "mean share of the row, later queries · dashed: 30 %", values: both(firstTokenWeight), unit: "%", reference: SINK_THRESHOLD }),
+    byLayerChart({ ...more, title: "Weight on the first token", note: "mean share of the row, later queries · dashed: 30 %", values: both((one) => one.sink), unit: "%", reference: SINK_THRESHOLD }),
     byLayerChart({ ...more, title: "α of the first token", note: "mean share of the row, first 64 queries · dashed: 30 %", values: scores("alpha_first"), unit: "%", reference: SINK_THRESHOLD }),
     byLayerChart({ ...more, title: "Norm of the first token’s value", note: "relative to the mean of the other tokens · logarithmic", values: scores("value_norm_first"), unit: "×", reference: 1, log: true }),
     byLayerChart({ ...more, title: "What the first token’s value adds", note: "its ‖a v‖, as a share of the sum over keys", values: scores("contribution_first"), unit: "%" }),

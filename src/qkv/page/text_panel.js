@@ -37,11 +37,11 @@ function weightList({ side, title, note, largest, tokens, ongo }) {
 
 /** The panel of a token {side, at}. `weights`: TextWeights; `ongo(side, position)` scrolls to a token. */
 export function tokenPanel(token, weights, ongo) {
-  const { crossed, weightless, shape, text, queries, received } = weights, tokens = weights.tokensOf(token.side), own = weights.ofToken(token);
+  const { crossed, weightless, text, queries, received } = weights, tokens = weights.tokensOf(token.side), own = weights.ofToken(token);
   const receives = !crossed || token.side === "key" ? ` · receives ${weightWords(received[token.at])}` : "";
   const head = h("header", { class: "text-token" }, h("h2", {}, h("bdi", {}, `“${named(tokens[token.at])}”`)),
     h("p", {}, `${crossed ? token.side : "token"} ${integer(token.at)} of ${integer(tokens.length)}${receives}`));
-  if (!own) return [head, h("p", { class: "text-note" }, weightless ? shape.why : "…")];
+  if (!own) return [head, h("p", { class: "text-note" }, weightless ? text.map.why : "…")];
   const lists = [];
   if (own.to) {
     const largest = largestWeights(own.to, LISTED);

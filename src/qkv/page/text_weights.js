@@ -2,25 +2,22 @@
 
 import { rowOfCurve } from "./data.js";
 import { csvOf } from "./export.js";
-import { spread } from "./numbers.js";
 
 const MAX_CACHED = 96; // tokens whose weights are cached
 
 export class TextWeights {
   /** `at`: indices {group, text, layer, head}, and `of`: "head", "layer" or "model". */
-  constructor(source, curves, shape, at) {
-    Object.assign(this, { source, curves, shape, at, cache: new Map() });
+  constructor(source, curves, at) {
+    Object.assign(this, { source, curves, at, cache: new Map() });
     this.group = source.page.groups[at.group];
     this.text = this.group.texts[at.text];
     this.queries = this.text.queries || this.text.keys;
     this.crossed = Boolean(this.text.queries) || this.text.n_queries !== this.text.n_keys || this.group.name === "cross"; // two texts
-    this.weightless = shape.kind === "none" || shape.kind === "small"; // weights of single tokens are not available
+    this.weightless = ["none", "small"].includes(this.text.map.kind); // weights of single tokens are not available
   }
 
   static async of(source, at) {
-    const { group, text, layer, head } = at;
-    const [curves, shape] = await Promise.all([source.curves(group, text), source.map(group, text, layer, head)]);
-    const weights = new TextWeights(source, curves, shape, at);
+    const weights = new TextWeights(source, await source.curves(at.group, at.text), at);
     weights.received = await weights.#received();
     return weights;
   }
@@ -35,12 +32,7 @@ export class TextWeights {
     if (of === "model") return curves.mean.values;
     if (of === "layer") return rowOfCurve(curves.layers, layer);
     const binned = rowOfCurve(curves.received, layer * this.group.heads.length + head);
-    if (binned.length === n) return binned;
-    try {
-      return (await this.source.profiles(group, text, layer, head)).received;
-    } catch {
-      return spread(binned, n); // a profile without maps only has a binned curve
-    }
+    return binned.length === n ? binned : (await this.source.profiles(group, text, layer, head)).received;
   }
 
   /** The weights {to, from} of a token, or undefined while they are not loaded. */
@@ -52,11 +44,9 @@ export class TextWeights {
   async fetch({ side, at }, signal) {
     const name = `${side}/${at}`;
     if (this.cache.has(name) || this.weightless) return;
-    const { group, text, layer, head, of } = this.at, place = [group, text, layer, of === "head" ? head : "mean"];
-    const [to, from] = await Promise.all([
-      !this.crossed || side === "query" ? this.source.rowWeights(...place, at, { signal }) : null,
-      !this.crossed || side === "key" ? this.source.columnWeights(...place, at, { signal }) : null,
-    ]);
+    const { group, text, layer, of } = this.at, head = of === "head" ? this.at.head : undefined;
+    const [to, from] = await Promise.all(["query", "key"].map((one) =>
+      (!this.crossed || side === one ? this.source.weights(group, text, layer, { head, [one]: at }, { signal }) : null)));
     this.cache.set(name, { to, from });
     if (this.cache.size > MAX_CACHED) this.cache.delete(this.cache.keys().next().value);
   }

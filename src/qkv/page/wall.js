@@ -30,10 +30,10 @@ export class Wall {
     if (!this.orders.some(([id]) => id === sort)) sort = "layer";
     if (!statistics.includes(by)) [by] = statistics;
     if (!kinds.some(({ name }) => name === only)) only = null;
-    replace(this.controls, ...this.settings({ group, view, kinds, statistics }, { sort, by, only }, alike));
+    replace(this.controls, ...this.settings({ group, small: maps.smallest, kinds, statistics }, { sort, by, only }, alike));
 
     const [what, values, unit] = alike ? ["similarity", alike.values, ""] : sort === "value" ? [labelOf(group, by), view.heads[by], looks.statistics[by].unit] : [];
-    const painter = painterOf((l, k) => maps.small(rowOf(group, l, k)), view.pooled?.high ?? 1);
+    const painter = painterOf((l, k) => maps.of(rowOf(group, l, k), maps.smallest), maps.smallest.high);
     const cellOf = (l, k) => {
       const row = rowOf(group, l, k), value = what && written(values[row], unit === "%" ? unit : ""), tip = [...headWords(group, view, row), ...(what ? [`${what} ${written(values[row], unit)}`] : [])].join("\n");
       const cell = headButton(group, l, k, tip, { class: "wall-cell", role: sections ? null : "gridcell" },
@@ -50,14 +50,14 @@ export class Wall {
   }
 
   /** The choosers of what `draw` shows, and a legend. */
-  settings({ group, view, kinds, statistics }, { sort, by, only }, alike) {
-    const { pooled } = view, high = pooled?.high ?? 1, binned = pooled && (pooled.bin_queries > 1 || pooled.bin_keys > 1);
+  settings({ group, small, kinds, statistics }, { sort, by, only }, alike) {
+    const { high, bin_queries, bin_keys } = small, binned = bin_queries > 1 || bin_keys > 1;
     return [
       choice("Order by", this.orders, sort, (order) => this.onset({ sort: order })),
       sort === "value" ? h("label", {}, "Statistic ", selectFrom("by", by, statistics.map((name) => [name, labelOf(group, name)]), (name) => this.onset({ by: name }))) : null,
       h("label", {}, "Show ", selectFrom("only", only, [[null, `all ${integer(group.types.type.length)} heads`], ...kinds.map(({ name, count }) => [name, `${name} (${count})`])], (name) => this.onset({ only: name }))),
       legend({ low: percent(high / 1000), high: percent(high), note: `${binned ? "largest weight of a bin" : "weight"}, logarithmic` }),
-      h("p", { class: "meaning" }, `Rows are queries, columns are keys${binned ? `, in bins of ${integer(pooled.bin_queries)} × ${integer(pooled.bin_keys)} tokens` : ""}. Select a map to see it large.${alike ? ` The heads with the most similar maps come first. Similarity is ${similarityMeaning(alike.maps)}.` : ""}`),
+      h("p", { class: "meaning" }, `Rows are queries, columns are keys${binned ? `, in bins of ${integer(bin_queries)} × ${integer(bin_keys)} tokens` : ""}. Select a map to see it large.${alike ? ` The heads with the most similar maps come first. Similarity is ${similarityMeaning(alike.maps)}.` : ""}`),
     ];
   }
 }

@@ -40,12 +40,12 @@ class Kernel {
     if (!shape) return null;
     return {
       shape, note: "A cell is one query and one key where you zoom in; Python computes the weights, exactly.",
-      tile: async (layer, head, pool, { zoom, i, j }) => {
-        const { rows, columns, buffers } = await this.ask({ what: "tile", group, text, layer, head, pool, zoom, i, j });
+      tile: async (row, pool, place) => {
+        const { rows, columns, buffers } = await this.ask({ what: "tile", group, text, row, pool, ...place });
         const bytes = new Uint8Array(buffers[0].buffer ?? buffers[0], buffers[0].byteOffset ?? 0, buffers[0].byteLength);
         return { rows, columns, values: new Float32Array(bytes.slice().buffer) };
       },
-      pair: async (layer, head, query, key) => (await this.ask({ what: "pair", group, text, layer, head, query, key })).weight,
+      pair: async (row, query, key) => (await this.ask({ what: "pair", group, text, row, query, key })).weight,
     };
   }
 
@@ -140,7 +140,7 @@ class WidgetView {
         this.panes.map.classList.toggle("widget-without", !maps);
       }
       if (otherHead) {
-        if (maps) await this.maps.show(shown, this.exact);
+        if (maps) await this.maps.show(shown, this.exact ?? maps);
         if (otherText && maps && !maps.exact) this.refine(view);
         await this.reading.show(shown);
         this.drawNumbers();

@@ -10,6 +10,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from qkv.figures import layout
 from qkv.profiler.data import frames, sinks, tables
@@ -17,7 +18,6 @@ from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.tables import MIXED, ROLES, type_table
 
 if TYPE_CHECKING:
-    import pandas as pd
     import xarray as xr
 
     from qkv.profiler.profiles import Profile
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 CELLS = 590_000  # largest number of values along the texts: 8,192 tokens of 270 heads take 3 MB; more are binned
 CURVE_BINS = 256  # charts are not wider
-MAP_CELLS = 24_000_000  # dense maps, about half a byte per weight in the page
+MAP_CELLS = 24_000_000  # all weights, about half a byte each in the page
+SCALES = {"log": (np.log, 1e-5), "root": (np.sqrt, 255**-2)}  # of codes of maps; their smallest weight, of the largest
+SMALLEST = 8  # bins a side below which maps are not pooled further
 POOLED_CHARACTERS = 3_000_000  # largest size of the pooled maps of all texts, in characters
 SINK_TOKENS = 12  # number of sink tokens listed, those of most heads first
 RESIDUAL = (  # variables of hidden states that a report shows, if a profile has all of them
@@ -36,10 +38,10 @@ CLOSING = frozenset(".,;:!?)]}%’”…")  # written without a space before it
 NOT_COLUMNS = ("layer", "head", "module", "target")  # columns of the table of heads that pages get elsewhere
 
 
-def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
-    """The page's JSON, and its base64 blobs by element id."""
+def payload(profile: Profile, *, weights: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+    """The page's JSON, and its base64 blobs by element id; `weights`: whether these hold all weights of short texts."""
     views = sum(data.sizes["text"] for data in profile.groups.values())
-    maps_left, blobs, groups = MAP_CELLS, dict[str, str](), list[dict[str, Any]]()
+    cells_left, blobs, groups = MAP_CELLS, dict[str, str](), list[dict[str, Any]]()
     for name, data in profile.groups.items():
         texts = []
         for text in range(data.sizes["text"]):
@@ -47,15 +49,16 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
             one = trimmed(data, text)
             view, curves = _view(one, views, Findings(one, profile.attrs, name))
             blobs[f"curves-{place}"] = curves
-            maps = one["weights"] if "weights" in one and np.isfinite(one["weights"].values).all() else None
-            view["maps"] = "none" if maps is None else "left out" if maps.size > maps_left else "kept"
-            if maps is not None and view["maps"] == "kept":
-                maps_left -= maps.size
-                blobs[f"maps-{place}"] = _exact_maps(one)
-            view["pooled"] = None
-            pooled = pooled_maps(one, average=view["maps"] != "kept", limit=POOLED_CHARACTERS // views)
+            view["has_weights"] = "weights" in one and bool(np.isfinite(one["weights"].values).all())
+            maps = dict[str, tuple[dict[str, Any], str]]()
+            if weights and view["has_weights"] and one["weights"].size <= cells_left:
+                cells_left -= one["weights"].size
+                maps["weights"] = _weights(one)
+            pooled = pooled_maps(one, average=not maps, limit=POOLED_CHARACTERS // views)
             if pooled is not None:
-                view["pooled"], blobs[f"pools-{place}"] = pooled
+                maps["pooled"] = pooled
+            view["maps"] = [{"kind": kind} | about for kind, (about, _) in maps.items()]  # the finest first
+            blobs |= {f"{kind}-{place}": codes for kind, (_, codes) in maps.items()}
             texts.append(view)
         groups.append(
             {
@@ -67,6 +70,7 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
                 "modules": data["module"].values.tolist(),
                 "texts": texts,
                 **_of_heads(data),
+                "sink": _plain(pd.DataFrame([view["heads"]["sink"] for view in texts], dtype=float).mean().tolist()),
                 "sink_sentence": str(Findings(data, profile.attrs, name).sinks or ""),
                 **_residual(profile, name),
             }
@@ -138,16 +142,16 @@ def _view(one: xr.Dataset, views: int, found: Findings) -> tuple[dict[str, Any],
     curve = min(n_queries, CURVE_BINS, max(32, CELLS // (3 * views * n_heads)))
     left = CELLS // views - (len(received) + 1) * n_keys - 3 * curve * n_heads  # those of layers are kept by token
     bins = {"received": min(n_keys, max(64, left // n_heads)), "curve": curve}
-    packed = _Packed()
-    packed.add("received", layout.bins(received, bins["received"])[0], "log")
-    packed.add("layers", received.mean(1), "log")
-    packed.add("mean", received.mean((0, 1)), "log")
-    for name in ("entropy", "distance", "sink"):
-        values = one[name].values[0]
-        if np.isfinite(values).any():
-            packed.add(name, layout.bins(values, bins["curve"])[0], "linear")
-    uniform = np.log(np.maximum(one["visible"].values[0, :, 0], 1))  # all heads of a layer have the same mask
-    packed.add("uniform", layout.bins(uniform, bins["curve"])[0], "linear")
+    along = {name: one[name].values[0] for name in ("entropy", "distance", "sink")}
+    along = {name: values for name, values in along.items() if np.isfinite(values).any()}
+    along["uniform"] = np.log(np.maximum(one["visible"].values[0, :, 0], 1))  # all heads of a layer have the same mask
+    arrays = {
+        "received": (layout.bins(received, bins["received"])[0], "log"),
+        "layers": (received.mean(1), "log"),
+        "mean": (received.mean((0, 1)), "log"),
+        **{name: (layout.bins(values, curve)[0], "linear") for name, values in along.items()},
+    }
+    index, codes = _packed(arrays)
     keys, queries = (display(one[f"{side}_token"].values[0].tolist()) for side in ("key", "query"))
     tokens = tables.token_table(one).head(25)
     view = {
@@ -161,9 +165,9 @@ def _view(one: xr.Dataset, views: int, found: Findings) -> tuple[dict[str, Any],
         "queries": None if keys == queries else queries,
         "tokens": {name: _plain(tokens[name].tolist()) for name in ("token", "share", "count", "lift")},
         "bins": bins,
-        "arrays": packed.index,
+        "arrays": index,
     }
-    return view, packed.base64()
+    return view, codes
 
 
 def _of_heads(data: xr.Dataset) -> dict[str, Any]:
@@ -212,40 +216,32 @@ def _residual(profile: Profile, name: str) -> dict[str, Any]:
     return {"residual": {key: _plain(values.tolist()) for key, values in entries.items()} | above}
 
 
-class _Packed:
-    """Arrays quantized to 16-bit integers, concatenated; `index` holds the shape, place and scale of each."""
+def _packed(arrays: dict[str, tuple[np.ndarray, str]]) -> tuple[dict[str, dict[str, Any]], str]:
+    """Arrays with their scales as 16-bit codes in base64, and the shape, place and scale of each.
 
-    def __init__(self) -> None:
-        self.index: dict[str, dict[str, Any]] = {}
-        self._parts: list[np.ndarray] = []
-
-    def add(self, name: str, values: np.ndarray, scale: str) -> None:
-        """Append an array. Codes 1 to 65534 span its values (logarithms for "log"); 0 is zero or less, 65535 NaN."""
+    Codes 1 to 65534 span the values of an array (their logarithms for "log"); 0 is zero or less, 65535 NaN. First come
+    all low bytes, then all high bytes, which repeat and compress well.
+    """
+    index, parts, start = dict[str, dict[str, Any]](), list[np.ndarray](), 0
+    for name, (values, scale) in arrays.items():
         with np.errstate(divide="ignore", invalid="ignore"):
             numbers = np.log(values) if scale == "log" else np.asarray(values, np.float64)
         finite = np.isfinite(numbers)
         low, high = (float(numbers[finite].min()), float(numbers[finite].max())) if finite.any() else (0.0, 0.0)
-        step = (high - low) / 65533 or 1.0
-        codes = np.where(finite, np.rint((np.where(finite, numbers, low) - low) / step) + 1, 0)
-        codes[np.isnan(values)] = 65535
-        self.index[name] = {
-            "shape": values.shape, "start": sum(map(len, self._parts)), "scale": scale, "low": low, "step": step,
-        }  # fmt: skip
-        self._parts.append(codes.astype(np.uint16).ravel())
-
-    def base64(self) -> str:
-        """The codes as base64: all low bytes, then all high bytes, which repeat and compress well."""
-        codes = np.concatenate(self._parts)
-        planes = np.concatenate([codes & 255, codes >> 8]).astype(np.uint8)
-        return _deflated(planes)
+        part, steps = _steps(np.where(finite, numbers, low), low, high, 65533)
+        part[~finite] = 0
+        part[np.isnan(values)] = 65535
+        index[name] = {"shape": values.shape, "start": start, "scale": scale, **steps}
+        parts.append(part.astype(np.uint16).ravel())
+        start += part.size
+    codes = np.concatenate(parts)
+    return index, _deflated(np.concatenate([codes & 255, codes >> 8]).astype(np.uint8))
 
 
-def _exact_maps(one: xr.Dataset) -> str:
-    """All weights w as round(255 √w), head by head: small weights stay apart, and only masked pairs have code 0."""
-    codes = np.rint(255 * np.sqrt(np.clip(one["weights"].values[0], 0, 1)))
-    seen = (one["weights"].values[0] > 0) | visible_zeros(one, (1, 1))
-    codes = np.where(seen, np.maximum(codes, 1), 0).astype(np.uint8)
-    return json.dumps([_deflated(head) for head in codes.reshape(-1, *codes.shape[2:])])
+def _steps(numbers: np.ndarray, low: float, high: float, count: int) -> tuple[np.ndarray, dict[str, float]]:
+    """Numbers from `low` to `high` in `count` equal steps, as codes from 1 on, and what a page needs to read them."""
+    step = (high - low) / count or 1.0
+    return np.rint((numbers - low) / step) + 1, {"low": float(low), "step": float(step)}
 
 
 def _deflated(values: np.ndarray) -> str:
@@ -260,16 +256,17 @@ def _plain(values: list[Any]) -> list[Any]:
     ]
 
 
-RANGE = 1e-5  # the smallest weight with a code of its own, relative to the largest
-SMALLEST = 8  # bins a side below which maps are not pooled further
+def _weights(one: xr.Dataset) -> tuple[dict[str, Any], str]:
+    """All weights of one text, as `pooled_maps`; on a square-root scale, so that small ones stay apart."""
+    weights = one["weights"].values[0][:, :, None]
+    return _coded(weights, _seen(one, weights, (1, 1)), (1, 1), "root")
 
 
 def pooled_maps(one: xr.Dataset, *, average: bool, limit: int | None = None) -> tuple[dict[str, Any], str] | None:
     """A description of the pooled maps of one text, and for each head its codes as JSON; None if it has no such maps.
 
     A head's codes are those of the largest weight of each bin, and then, if asked for, those of its average weight.
-    Code c from 1 to 255 stands for ``low · (high / low) ^ ((c − 1) / 254)``, so its error is at most 2.3 %; code 1 also
-    stands for smaller weights, and code 0 for bins that are masked.
+    They are logarithmic, so their error is at most 2.3 %. Code 0 stands for bins that are masked.
 
     If the JSON is longer than `limit` characters, bins are pooled two by two until it fits, or until a map has few
     bins; ``coarser`` is then true.
@@ -282,40 +279,40 @@ def pooled_maps(one: xr.Dataset, *, average: bool, limit: int | None = None) -> 
     maps = np.stack([one[name].values[0, :, :, :rows, :columns] for name in names], 2)
     if not np.isfinite(maps).all():
         return None
-    seen = visible_zeros(one, bins) | (maps[:, :, 0] > 0)
-    coarser = False
+    seen, coarser = _seen(one, maps, bins), False
     while True:
-        about, text = _packed(maps, seen, bins)
+        about, text = _coded(maps, seen, bins, "log")
         if limit is None or len(text) <= limit or max(maps.shape[-2:]) <= SMALLEST:
             return about | {"coarser": coarser}, text
         maps, seen, bins = _halved(maps, seen, bins, lengths)
         coarser = True
 
 
-def visible_zeros(one: xr.Dataset, bins: tuple[int, int]) -> np.ndarray:
-    """Which bins surely hold visible pairs, (layer, 1, rows, columns): if their weight is 0, it is tiny, not masked.
+def _seen(one: xr.Dataset, maps: np.ndarray, bins: tuple[int, int]) -> np.ndarray:
+    """Which bins of maps (layer, head, kind, row, column) surely hold visible pairs, where 0 is a tiny weight.
 
-    Only queries that see all keys, or in causal attention all keys up to their own, are counted: their visible keys are
-    known without the mask.
+    Besides bins with a weight, these are bins of queries that see all keys, or in causal attention all keys up to their
+    own: their visible keys are known without the mask.
     """
     n_queries, n_keys = int(one["n_queries"][0]), int(one["n_keys"][0])
     queries = np.arange(n_queries)
     last = queries + n_keys - n_queries if one.attrs["causal"] else np.full(n_queries, n_keys - 1)
     whole = one["visible"].values[0, :, 0, :n_queries] == last + 1  # all heads of a layer have the same mask
     reach = np.maximum.reduceat(np.where(whole, last, -1), np.arange(0, n_queries, bins[0]), axis=-1)
-    return (np.arange(0, n_keys, bins[1]) <= reach[..., None])[:, None]
+    return (np.arange(0, n_keys, bins[1]) <= reach[..., None])[:, None] | (maps[:, :, 0] > 0)
 
 
-def _packed(maps: np.ndarray, seen: np.ndarray, bins: tuple[int, int]) -> tuple[dict[str, Any], str]:
+def _coded(maps: np.ndarray, seen: np.ndarray, bins: tuple[int, int], scale: str) -> tuple[dict[str, Any], str]:
     """The maps (layer, head, kind, row, column) as codes, compressed head by head, and their description."""
-    rows, columns = maps.shape[-2:]
+    function, least = SCALES[scale]
     high = float(maps.max()) or 1.0
-    low = high * RANGE
-    steps = np.rint(254 * np.log(np.maximum(maps, low).astype(np.float64) / low) / np.log(1 / RANGE)) + 1
-    codes = np.where(seen[:, :, None], np.clip(steps, 1, 255), 0).astype(np.uint8)
-    packed = [_deflated(head) for head in codes.reshape(-1, codes[0, 0].size)]
-    about = {"rows": rows, "columns": columns, "bin_queries": bins[0], "bin_keys": bins[1], "low": low, "high": high}
-    return about, json.dumps(packed)
+    codes, steps = _steps(function(np.maximum(maps, high * least)), function(high * least), function(high), 254)
+    codes = np.where(seen[:, :, None], codes, 0).astype(np.uint8)
+    about = {
+        "rows": maps.shape[-2], "columns": maps.shape[-1], "bin_queries": bins[0], "bin_keys": bins[1], "high": high,
+        "scale": scale, **steps,
+    }  # fmt: skip
+    return about, json.dumps([_deflated(head) for head in codes.reshape(-1, codes[0, 0].size)])
 
 
 def _halved(

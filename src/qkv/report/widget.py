@@ -145,12 +145,11 @@ class ProfileWidget(anywidget.AnyWidget):
             answer, buffers = {"error": str(error)}, []
         self.send({"id": asked["id"]} | answer, buffers)
 
-    def _found(
-        self, what: str, group: str, text: int, layer: int = 0, head: int = 0, **at: Any
-    ) -> tuple[dict[str, Any], list[bytes]]:
-        maps = self._maps
+    def _found(self, what: str, group: str, text: int, row: int = 0, **at: Any) -> tuple[dict[str, Any], list[bytes]]:
+        maps, data = self._maps, self._profile.group(group)
+        layer, head = divmod(row, data.sizes["head"])
         if isinstance(maps, Explorer):  # it has all layers of the model, the profile perhaps some
-            layer = int(self._profile.group(group)["layer"][layer])
+            layer = int(data["layer"][layer])
         if what == "shape":
             return {"shape": self._shape(group, text)}, []
         if what == "pair":

@@ -19,7 +19,6 @@ from qkv.errors import InputError
 from qkv.models import DecoderLM, Sampler
 from qkv.models.generation import evaluation_mode
 from qkv.models.loading import Loaded
-from qkv.normalizers import Sigmoid, Softmax
 from qkv.profiler.capture.inputs import device_of, positions, token_text, vocabulary
 from qkv.profiler.editing import Key, edit
 from qkv.profiler.editing import everywhere as every_head
@@ -39,14 +38,10 @@ NAMES: dict[str, Normalizer] = {"softmax": "softmax", "off_by_one": "off-by-one"
 @functools.cache  # heads with the same edit are computed together
 def _change(normalizer: str | None, temperature: float) -> edits.Edit:
     """The edit of a head: another normalizer, by a name that the page uses, or its own for None."""
-    match normalizer:
-        case "softmax":
-            return edits.WithNormalizer(Softmax(temperature))
-        case "off-by-one":
-            return edits.WithNormalizer(Softmax(temperature, sink=0.0))
-        case "sigmoid":
-            return edits.WithNormalizer(Sigmoid().with_temperature(temperature))
-    return edits.Temperature(temperature)
+    if normalizer is None:
+        return edits.Temperature(temperature)
+    named: Any = edits.BY_NAME[normalizer]
+    return edits.WithNormalizer(named.normalizer.with_temperature(temperature))
 
 
 def own_normalizer(model: nn.Module) -> Normalizer | None:
@@ -121,42 +116,39 @@ class Live:
     """
 
     def __init__(self, loaded: Loaded, inputs: Any = None) -> None:
-        self.loaded, self.inputs = loaded, inputs
-        self.own = None if loaded.tokenizer is None else own_normalizer(loaded.model)
-        """The name of the normalizer that the model was trained with; None if it does not support live answers."""
-        self.layers = self.heads = 0
-        if self.own is not None:
-            try:
-                data = self._run([0, 0], {(0, 0): _change("off-by-one", 1.0)}).data
-                self.layers, self.heads = data.sizes["layer"], data.sizes["head"]
-                if not isinstance(loaded.model, DecoderLM):
-                    plain = self._run([0, 0], {}).data
-                    self.own = self.own if plain.attrs["causal"] and "sink_mass" not in plain else None
-            except InputError:  # its attention cannot be read, or not be edited
-                self.own = None
-        self.description = self._describe()
+        self.loaded = loaded
+        self.description = self._describe(inputs)
         """The model for the page, or None if it is no language model whose heads can be edited.
 
         It also needs a tokenizer. The first of the normalizers is the one that the model was trained with.
         """
 
-    def _describe(self) -> LiveModel | None:
-        if self.own is None:
+    def _describe(self, inputs: Any) -> LiveModel | None:
+        model = self.loaded.model
+        own = None if self.loaded.tokenizer is None else own_normalizer(model)
+        if own is None:
             return None
-        most_tokens = getattr(self.loaded.model.config, "context", None) or positions(self.loaded.model)
+        try:
+            data = self._run([0, 0], {}).data
+            self._run([0, 0], {(0, 0): _change("off-by-one", 1.0)})
+        except InputError:  # its attention cannot be read, or not be edited
+            return None
+        if not isinstance(model, DecoderLM) and (not data.attrs["causal"] or "sink_mass" in data):
+            return None  # its class does not tell its normalizer
+        most_tokens = getattr(model.config, "context", None) or positions(model)
         return LiveModel(
             model=self.loaded.name,
-            layers=self.layers,
-            heads=self.heads,
+            layers=data.sizes["layer"],
+            heads=data.sizes["head"],
             most_tokens=min(MAX_TOKENS, most_tokens or MAX_TOKENS),
             most_characters=MAX_CHARACTERS,
-            normalizers=[self.own, *(name for name in NAMES.values() if name != self.own)],
-            example=self._beginning() or EXAMPLE,
+            normalizers=[own, *(name for name in NAMES.values() if name != own)],
+            example=self._beginning(inputs) or EXAMPLE,
         )
 
-    def _beginning(self) -> str:
+    def _beginning(self, inputs: Any) -> str:
         """The text that the model was opened with, as far as the page begins with it; empty if there is none."""
-        tokenizer, inputs = self.loaded.tokenizer, self.inputs
+        tokenizer = self.loaded.tokenizer
         first = inputs[0] if isinstance(inputs, list | tuple) else inputs
         read = tokenizer(first, return_tensors="pt") if isinstance(first, str) else first
         ids = read.get("input_ids") if isinstance(read, Mapping) else read
@@ -175,8 +167,7 @@ class Live:
             The fields of `qkv.server.schemas.LiveAnswer`. The `k` likeliest tokens before and after the edits are in
             the same order; ``sink`` and ``entropy`` are means over the queries, as in a profile.
         """
-        ids = self._ids(request)
-        changes = self._changes(request)
+        ids, changes = self._read(request)
         before = self._run(ids, {})
         after = self._run(ids, changes) if changes else before
         likeliest = _likeliest([before, after], request.k)
@@ -184,13 +175,16 @@ class Live:
         log_after = after.probabilities.clamp(min=torch.finfo(torch.float64).tiny).log()
         return {
             "tokens": self._names(ids),
-            "next": {"before": self._listed(before, likeliest), "after": self._listed(after, likeliest)},
             "divergence": max(0.0, float(nn.functional.kl_div(log_after, before.probabilities, reduction="sum"))),
-            "sink": {"before": before.mean("sink", 1), "after": after.mean("sink", 1)},
-            "entropy": {"before": before.mean("entropy", 0), "after": after.mean("entropy", 0)},
             "rows": after.weights[:, :, -1].tolist(),
-            "map": _encoded(after.weights[request.layer, request.head]),
-            "map_before": _encoded(before.weights[request.layer, request.head]),
+        } | {
+            when: {
+                "next": self._listed(run, likeliest),
+                "sink": run.mean("sink", 1),
+                "entropy": run.mean("entropy", 0),
+                "map": _encoded(run.weights[request.layer, request.head]),
+            }
+            for when, run in (("before", before), ("after", after))
         }
 
     def step(self, request: StepRequest) -> dict[str, Any]:
@@ -202,8 +196,7 @@ class Live:
         Returns:
             The fields of `qkv.server.schemas.StepAnswer`; probabilities are those without the sampling temperature.
         """
-        ids = self._ids(request)
-        changes = self._changes(request)
+        ids, changes = self._read(request)
         found = self._run(ids, changes)
         probabilities = Sampler(temperature=request.sampling_temperature).probabilities(
             found.logits, torch.tensor([ids])
@@ -221,8 +214,10 @@ class Live:
 
     # The types of a request limit its text, normalizers and temperatures: see `qkv.server.schemas`.
 
-    def _ids(self, request: LiveRequest) -> list[int]:
-        if self.description is None:
+    def _read(self, request: LiveRequest) -> tuple[list[int], dict[Key, edits.Edit | str]]:
+        """The token ids of a request, and its edits that have an effect; this also checks the requested head."""
+        about = self.description
+        if about is None:
             raise InputError(
                 f"model: {self.loaded.name} does not support live text, expected a language model with softmax "
                 "attention that qkv.edit can change, such as qkv-mini"
@@ -231,29 +226,21 @@ class Live:
         ids = request.ids
         if ids is None:
             ids = self.loaded.tokenizer(request.text, return_tensors="pt")["input_ids"][0].tolist()
-        most = self.description.most_tokens
-        if not 1 <= len(ids) <= most:
-            raise InputError(f"text has {len(ids)} tokens, expected 1 to {most}")
+        if not 1 <= len(ids) <= about.most_tokens:
+            raise InputError(f"text has {len(ids)} tokens, expected 1 to {about.most_tokens}")
         if (size := vocabulary(self.loaded.model)) and not 0 <= min(ids) <= max(ids) < size:
             raise InputError(f"tokens has ids in {min(ids)}..{max(ids)}, expected 0..{size - 1} for this model")
-        return ids
-
-    def _changes(self, request: LiveRequest) -> dict[Key, edits.Edit | str]:
-        """The edits that have an effect. This also checks the requested head."""
-        for name, index, size in (("layer", request.layer, self.layers), ("head", request.head, self.heads)):
-            if not 0 <= index < size:
-                raise InputError(f"{name} is {index}, expected 0 to {size - 1}")
-        changes: dict[Key, edits.Edit | str] = {}
-        places = [(e.layer, e.head) for e in request.edits]
+        heads = [("", request.layer, request.head), *(("edit: ", e.layer, e.head) for e in request.edits)]
+        for what, layer, head in heads:
+            for name, index, size in (("layer", layer, about.layers), ("head", head, about.heads)):
+                if not 0 <= index < size:
+                    raise InputError(f"{what}{name} is {index}, expected 0 to {size - 1}")
+        settings, own = dict[Key, tuple[str | None, float]](), about.normalizers[0]
         for e in request.edits:
-            if not (0 <= e.layer < self.layers and 0 <= e.head < self.heads):
-                all_heads = self.layers * self.heads
-                raise InputError(f"edit: layer is {e.layer} and head {e.head}, expected one of the {all_heads} heads")
-            if places.count((e.layer, e.head)) > 1:
+            if (e.layer, e.head) in settings:
                 raise InputError(f"edits has two edits of layer {e.layer}, head {e.head}, expected one for each head")
-            if (e.normalizer, e.temperature) != (self.own, 1):  # which has no effect
-                changes[e.layer, e.head] = _change(None if e.normalizer == self.own else e.normalizer, e.temperature)
-        return changes
+            settings[e.layer, e.head] = (None if e.normalizer == own else e.normalizer, e.temperature)
+        return ids, {at: _change(*setting) for at, setting in settings.items() if setting != (None, 1)}
 
     def _run(self, ids: Sequence[int], changes: Mapping[Key, edits.Edit | str]) -> ForwardPass:
         """One forward over the tokens, with these edits; a profile inside reads its weights."""

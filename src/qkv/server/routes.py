@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Path, Request, Response
 
 from qkv.profiler.data.similarity import held_maps, similarities
-from qkv.profiler.explore.explorer import Info
 from qkv.profiler.explore.pyramid import Stopped
-from qkv.server.jobs import Work, compute
+from qkv.server.jobs import compute
 from qkv.server.schemas import (
-    LARGEST_INDEX,
+    Index,
     InterventionRequest,
     Links,
     LiveAnswer,
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 
 data_router = APIRouter(prefix="/api/sources/{s}", tags=["sources"])
 
-Position = Annotated[int, Path(ge=0, le=LARGEST_INDEX)]
-Token = Annotated[int, Query(ge=0, le=LARGEST_INDEX)]
-HeadOrMean = Annotated[Literal["mean"], Path()] | Position
 MOST_WEIGHTS = 2**23  # of all heads, which are compared in less than half a second
 IMMUTABLE = "private, max-age=31536000, immutable"
 FLOATS: dict[int | str, dict[str, Any]] = {
@@ -44,15 +40,10 @@ FLOATS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Floats(Response):
+def floats(values: np.ndarray, headers: dict[str, str] | None = None) -> Response:
     """A response of raw little-endian float32."""
-
-    media_type = "application/octet-stream"
-
-    def __init__(self, values: np.ndarray, headers: dict[str, str] | None = None) -> None:
-        super().__init__(
-            np.ascontiguousarray(values, "<f4").tobytes(), headers={"Cache-Control": "no-cache"} | (headers or {})
-        )
+    all_headers = {"Cache-Control": "no-cache"} | (headers or {})
+    return Response(np.ascontiguousarray(values, "<f4").tobytes(), 200, all_headers, "application/octet-stream")
 
 
 class Location(NamedTuple):
@@ -62,8 +53,8 @@ class Location(NamedTuple):
     of_group: dict[str, Any]
     """The entry of its group in the page: see `qkv.report.payload.payload`."""
     text: int
-    layer: int = 0
-    head: int | None = 0
+    layer: int
+    head: int | None
     """None for the mean over heads."""
 
     @property
@@ -80,84 +71,49 @@ class Location(NamedTuple):
     def maps(self) -> Explorer | StoredMaps:
         return self.source.maps[self.group]
 
-    def query(self, query: int) -> int:
-        """The query, if the text has it."""
-        return _checked_index("query", query, self.view["n_queries"])
 
-    def key(self, key: int) -> int:
-        """The key, if the text has it."""
-        return _checked_index("key", key, self.view["n_keys"])
-
-    def lookup(self, name: str, *where: int) -> Work:
-        """Work that calls a method of the maps for one head, or for the mean over heads."""
-        method = getattr(self.maps, name)
-        return lambda stopped: method(self.group, self.text, self.layer, self.head, *where, stopped=stopped)
-
-
-# Each of these finds a place, and checks that the source is ready and that all indices exist.
-async def text_of(request: Request, s: Position, g: Position, t: Position) -> Location:
+async def location_of(
+    request: Request, s: Index, g: Index, t: Index, layer: Index = 0, head: Index | None = None
+) -> Location:
+    """The location that a request names. Its source must be ready, and all indices must exist."""
     source = ready_source(request, s)
-    group = source.groups[_checked_index("group", g, len(source.groups))]
-    return Location(source, group, _checked_index("text", t, len(group["texts"])))
+    _check_index("group", g, len(source.groups))
+    group = source.groups[g]
+    for name, index, entries in (("text", t, "texts"), ("layer", layer, "layers"), ("head", head, "heads")):
+        _check_index(name, index, len(group[entries]))
+    return Location(source, group, t, layer, head)
 
 
-TextAt = Annotated[Location, Depends(text_of)]
-
-
-async def layer_of(at: TextAt, layer: Position) -> Location:
-    _checked_index("layer", layer, len(at.of_group["layers"]))
-    return at._replace(layer=layer)
-
-
-LayerAt = Annotated[Location, Depends(layer_of)]
-
-
-async def head_of(at: LayerAt, head: Position) -> Location:
-    _checked_index("head", head, len(at.of_group["heads"]))
-    return at._replace(head=head)
-
-
-async def head_or_mean_of(at: LayerAt, head: HeadOrMean) -> Location:
-    return await head_of(at, head) if isinstance(head, int) else at._replace(head=None)
-
-
-HeadAt = Annotated[Location, Depends(head_of)]
-HeadOrMeanAt = Annotated[Location, Depends(head_or_mean_of)]
+At = Annotated[Location, Depends(location_of)]
 
 
 def ready_source(request: Request, s: int) -> Source:
     """The source of this index."""
     session: Session = request.app.state.session
-    source = session.sources[_checked_index("source", s, len(session.sources))]
+    _check_index("source", s, len(session.sources))
+    source = session.sources[s]
     if source.state != "ready":
         reason = source.error or f"it is still {source.stage}"
         raise HTTPException(404, f"The source {source.name} is not ready: {reason}")
     return source
 
 
-def _checked_index(name: str, index: int, n: int) -> int:
-    if index >= n:
+def _check_index(name: str, index: int | None, n: int) -> None:
+    if index is not None and index >= n:
         raise HTTPException(404, f"{name} is {index}, expected {'0' if n == 1 else f'0..{n - 1}'}.")
-    return index
 
 
 @data_router.get("/page", responses={200: {"model": dict[str, Any]}})
-async def page(request: Request, s: Position) -> Response:
+async def page(request: Request, s: Index) -> Response:
     """Statistics, tokens and texts of a source: all of its data except curves and weights."""
     return Response(ready_source(request, s).page, media_type="application/json", headers={"Cache-Control": "no-cache"})
 
 
 @data_router.get("/{kind}/{g}/{t}", responses={200: {"content": {"text/plain": {}}}})
-async def packed(at: TextAt, g: Position, t: Position, kind: Literal["curves", "pools"]) -> Response:
+async def packed(at: At, g: Index, t: Index, kind: Literal["curves", "pooled"]) -> Response:
     """The curves along a text, or the pooled map of each head, as text; the page describes how to decode them."""
     text = at.source.blobs.get(f"{kind}-{g}-{t}", "")
     return Response(text, media_type="text/plain", headers={"Cache-Control": "no-cache"})
-
-
-@data_router.get("/map/{g}/{t}/{layer}/{head}")
-async def shape(at: HeadAt) -> Info:
-    """The size of the attention map of a head, and at which resolution it is available."""
-    return at.maps.info(at.group, at.text)
 
 
 @data_router.get(
@@ -165,8 +121,8 @@ async def shape(at: HeadAt) -> Info:
     responses=FLOATS | {204: {"description": "All pairs of the tile are masked."}},
 )
 async def tile(
-    request: Request, at: HeadAt, version: Annotated[str, Path(max_length=64)], pool: Literal["max", "mean"],
-    zoom: Annotated[int, Path(ge=0, le=32)], i: Position, j: Position,
+    request: Request, at: At, version: Annotated[str, Path(max_length=64)], pool: Literal["max", "mean"],
+    zoom: Annotated[int, Path(ge=0, le=32)], i: Index, j: Index,
 ) -> Response:  # fmt: skip
     """Tile (i, j) of the map, in row i and column j of tiles: at most 256 × 256 pixels, rows × columns float32."""
     if version != request.app.state.session.version:
@@ -184,50 +140,45 @@ async def tile(
         return Response(status_code=204, headers={"Cache-Control": IMMUTABLE})
     values = (picture.maximum if pool == "max" else picture.mean).cpu().numpy()
     rows, columns = values.shape
-    return Floats(values, {"X-Rows": str(rows), "X-Columns": str(columns), "Cache-Control": IMMUTABLE})
+    return floats(values, {"X-Rows": str(rows), "X-Columns": str(columns), "Cache-Control": IMMUTABLE})
 
 
 @data_router.get("/profiles/{g}/{t}/{layer}/{head}", responses=FLOATS)
-async def profiles(at: HeadAt) -> Response:
+async def profiles(at: At) -> Response:
     """The share of all attention that each key receives, (n_keys,), and the entropy of each query, (n_queries,)."""
     assert at.source.profile is not None
     data, n_queries, n_keys = at.source.profile.groups[at.group], at.view["n_queries"], at.view["n_keys"]
     of_head = at.text, at.layer, at.head
     received = data["received"].values[of_head][:n_keys].astype(np.float64) / n_queries
-    return Floats(np.concatenate([received, data["entropy"].values[of_head][:n_queries]]))
+    return floats(np.concatenate([received, data["entropy"].values[of_head][:n_queries]]))
 
 
-@data_router.get("/pair/{g}/{t}/{layer}/{head}")
-async def pair(request: Request, at: HeadOrMeanAt, query: Token, key: Token) -> dict[str, float]:
-    """The weight of one query on one key."""
-    work = at.lookup("pair", at.query(query), at.key(key))
-    return {"weight": await compute(request, work, quick=True)}
+@data_router.get("/weights/{g}/{t}/{layer}", responses=FLOATS)
+async def weights(request: Request, at: At, query: Index | None = None, key: Index | None = None) -> Response:
+    """The weights of a query, (n_keys,), of all queries on a key, (n_queries,), or of a query on a key, (1,).
 
-
-@data_router.get("/row-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
-async def row_weights(request: Request, at: HeadOrMeanAt, query: Token) -> Response:
-    """All weights of a query, (n_keys,)."""
-    work = at.lookup("row", at.query(query))
-    return Floats(await compute(request, work, quick=True))
-
-
-@data_router.get("/column-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
-async def column_weights(request: Request, at: HeadOrMeanAt, key: Token) -> Response:
-    """All weights on a key, (n_queries,)."""
-    work = at.lookup("column", at.key(key))
-    return Floats(await compute(request, work, quick=True))
+    They are those of one head, or means over all heads of the layer.
+    """
+    if query is None and key is None:
+        raise HTTPException(422, "query and key are missing, expected at least one of them.")
+    _check_index("query", query, at.view["n_queries"])
+    _check_index("key", key, at.view["n_keys"])
+    where = at.group, at.text, at.layer, at.head, query, key
+    of_heads = await compute(request, lambda stopped: at.maps.weights(*where, stopped), quick=True)
+    return floats(of_heads.mean(0, dtype=np.float64))
 
 
 @data_router.get("/links/{g}/{t}/{layer}")
-async def links(request: Request, at: LayerAt, query: Token) -> Links:
+async def links(request: Request, at: At, query: Index) -> Links:
     """The key with the largest weight of a query, in every head of a layer."""
-    where = at.group, at.text, at.layer, at.query(query)
-    keys, weights = await compute(request, lambda stopped: at.maps.strongest(*where, stopped=stopped), quick=True)
-    return Links(keys=keys.tolist(), weights=weights.tolist())
+    _check_index("query", query, at.view["n_queries"])
+    where = at.group, at.text, at.layer, query
+    keys, largest = await compute(request, lambda stopped: at.maps.strongest(*where, stopped=stopped), quick=True)
+    return Links(keys=keys.tolist(), weights=largest.tolist())
 
 
 @data_router.get("/similar/{g}/{t}/{layer}/{head}")
-async def similar(request: Request, at: HeadAt) -> Similarities:
+async def similar(request: Request, at: At) -> Similarities:
     """How similar the map of every head is to that of one: a row of `Profile.similarity`.
 
     It compares all weights, or the pooled maps where the weights are many, because it answers for every head that is

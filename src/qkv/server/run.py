@@ -94,7 +94,7 @@ def _add_pages(app: FastAPI, others: Sequence[Traversable]) -> None:
             title=session.title,
             sources=session.sources,
             live=None if session.live is None else session.live.description,
-            pages=session.page_states,
+            pages=session.pages,
             looks=looks(),
             computing=request.app.state.queues.slow.progress,
         )  # fmt: skip

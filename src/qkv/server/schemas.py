@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -66,13 +66,17 @@ class LiveModel(BaseModel):
     example: str
 
 
-class AddedPage(BaseModel):
+@dataclass(eq=False)
+class AddedPage:
     """A page that another package adds to the viewer."""
 
     id: str
+    """Its module is ``page_<id>.js``, which exports ``mount(root, app)``, and its style ``page_<id>.css``."""
     title: str
-    data: dict[str, Any] | None = Field(description="What the page shows at first; null until it is prepared.")
-    missing: str | None = Field(description="The reason why it has nothing to show, one sentence.")
+    data: dict[str, Any] | None = field(default=None, kw_only=True)
+    """What the page shows at first, once it is prepared."""
+    missing: str | None = field(default=None, kw_only=True)
+    """The reason why it has nothing to show, one sentence."""
 
 
 class SessionState(BaseModel):
@@ -80,7 +84,7 @@ class SessionState(BaseModel):
     title: str
     sources: Sequence[SourceState]
     live: LiveModel | None
-    pages: list[AddedPage]
+    pages: Sequence[AddedPage]
     looks: dict[str, Any] = Field(description="Labels and colours of statistics and destinations.")
     computing: float | None = Field(
         description="The finished share of the map that is being computed, from 0 to 1; null if there is none."
@@ -125,25 +129,19 @@ class TokenProbability(BaseModel):
     probability: float
 
 
-class BeforeAfter(BaseModel):
-    before: list[list[float]] = Field(description="(layers, heads), without the edits.")
-    after: list[list[float]] = Field(description="(layers, heads), with the edits.")
-
-
-class NextToken(BaseModel):
-    before: list[TokenProbability]
-    after: list[TokenProbability]
+class LiveRun(BaseModel):
+    next: list[TokenProbability]
+    sink: list[list[float]] = Field(description="(layers, heads), as is the entropy: means over the queries.")
+    entropy: list[list[float]]
+    map: str = Field(description="base64 of float32 (n, n), little-endian: the weights of the requested head.")
 
 
 class LiveAnswer(BaseModel):
     tokens: list[str]
-    next: NextToken
     divergence: float = Field(description="KL(before ‖ after) of the next token, nats.")
-    sink: BeforeAfter
-    entropy: BeforeAfter
     rows: list[list[list[float]]] = Field(description="(layers, heads, n): weights of the last query, with the edits.")
-    map: str = Field(description="base64 of float32 (n, n), little-endian: the requested head, with the edits.")
-    map_before: str = Field(description="The same without the edits.")
+    before: LiveRun
+    after: LiveRun
 
 
 class Similarities(BaseModel):

@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import entry_points
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -44,19 +44,16 @@ Prepare = Callable[["Source"], None]
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ViewerPage:
+@dataclass(eq=False)
+class ViewerPage(AddedPage):
     """A page that a package adds to the viewer, as an object in its group of entry points ``qkv.pages``."""
 
-    id: str
-    """Its module ``page_<id>.js`` is in `folder` and exports ``mount(root, app)``; ``page_<id>.css`` is its style."""
-    title: str
     folder: Traversable
     """Static files, which are served beside the viewer's own."""
     router: APIRouter
     """Routes below ``/api``."""
     prepare: Callable[[], dict[str, Any]]
-    """Makes what the page shows at first, the `data` of its entry in ``app.session.pages``."""
+    """Makes what the page shows at first: its `data`."""
 
 
 def added_pages() -> list[ViewerPage]:
@@ -70,7 +67,7 @@ def added_pages() -> list[ViewerPage]:
         except Exception as error:  # importing a module can raise anything
             log.warning("The page %s of %s cannot be loaded: %r", entry.name, entry.value, error)
             continue
-        pages.append(page)
+        pages.append(replace(page, missing=f"{page.title} is being prepared."))
     return pages
 
 
@@ -110,10 +107,6 @@ class Session:
         self.sources: list[Source] = []
         self.live: Live | None = None
         self.pages = added_pages()
-        self.page_states = [
-            AddedPage(id=page.id, title=page.title, data=None, missing=f"{page.title} is being prepared.")
-            for page in self.pages
-        ]
         self._models: dict[int, tuple[Loaded, Any, str | None]] = {}  # pristine copies with their inputs and target
         self._cache_budget = explore.CacheBudget()
         self._interventions: dict[tuple[int, str], Source] = {}
@@ -245,11 +238,11 @@ class Session:
             self.live = next(supported, None) or Live(loading.load_model("qkv-mini"))
         except Exception:  # the other pages work without it
             log.exception("The model for live text could not be loaded")
-        for page, state in zip(self.pages, self.page_states, strict=True):
+        for page in self.pages:
             try:
-                state.data, state.missing = page.prepare(), None
+                page.data, page.missing = page.prepare(), None
             except Exception as error:  # another package's code can raise anything
-                state.missing = f"{page.title} could not be prepared ({type(error).__name__})."
+                page.missing = f"{page.title} could not be prepared ({type(error).__name__})."
                 log.exception("The page %s could not be prepared", page.title)
 
     def _add(self, name: str, kind: Literal["model", "profile", "intervention"], prepare: Prepare) -> Source:
@@ -331,11 +324,13 @@ def _maps(profile: Profile, explorer: explore.Explorer, stopped: Stopped) -> dic
 
 
 def _build_page(source: Source) -> None:
-    """Encode the page and the curves of a source for sending."""
+    """Encode the page and the curves of a source for sending, with the size and resolution of the maps of each text."""
     assert source.profile is not None
     source.stage = "writing the page"
-    page, blobs = payload(source.profile)
+    page, source.blobs = payload(source.profile, weights=False)  # it has exact tiles
     page["effects"] = source.effects
+    for group in page["groups"]:
+        for text, view in enumerate(group["texts"]):
+            view["map"] = asdict(source.maps[group["name"]].info(group["name"], text))
     source.groups = page["groups"]
     source.page = as_json(page).encode()
-    source.blobs = {name: blob for name, blob in blobs.items() if not name.startswith("maps-")}  # it has exact tiles
