@@ -8,10 +8,12 @@ from __future__ import annotations
 import io
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
 from PIL import Image
 
 from qkv.models.loading import chat_tokens, load_model
@@ -53,8 +55,9 @@ def screenshots(folder: Path = FIGURES, names: list[str] | None = None) -> None:
     model = load_model("smollm2", head=True)
     session.add_model(model, chat_tokens(model.tokenizer, QUESTION))
     session.prepare()
-    session.add_intervention(0, "off-by-one")
-    session.prepare()
+    edited = session.add_intervention(0, "off-by-one")
+    while edited.state == "running":  # in the session's thread
+        time.sleep(0.1)
     with serve_in_thread(session) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name in names or SHOTS:
@@ -71,16 +74,24 @@ def screenshots(folder: Path = FIGURES, names: list[str] | None = None) -> None:
 def small(png: bytes) -> bytes:
     """The same picture in as many colours as its size allows, rare colours such as those of text included."""
     picture = Image.open(io.BytesIO(png)).convert("RGB")
-    choices = (
-        picture,
-        *(picture.quantize(n, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE) for n in (256, 128, 64)),
-    )
-    for choice in choices:
+    for colours in (None, 256, 128, 64):
         out = io.BytesIO()
-        choice.save(out, "PNG", optimize=True)
+        (picture if colours is None else quantized(picture, colours)).save(out, "PNG", optimize=True)
         if out.tell() <= LARGEST:
             break
     return out.getvalue()
+
+
+def quantized(picture: Image.Image, colours: int) -> Image.Image:
+    """The picture in a palette of some colours, of which that of the paper, the most frequent one, is exact."""
+    found = picture.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    paper: Any = max(picture.getcolors(picture.width * picture.height) or [])[1]
+    row, column = np.argwhere((np.asarray(picture) == paper).all(-1))[0]
+    palette = found.getpalette() or []
+    start = 3 * int(np.asarray(found)[row, column])
+    palette[start : start + 3] = paper
+    found.putpalette(palette)
+    return found
 
 
 if __name__ == "__main__":
