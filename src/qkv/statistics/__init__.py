@@ -10,11 +10,15 @@ their own by inheriting from `Statistic`.
 from typing import TYPE_CHECKING
 
 from qkv._lazy import lazy
-from qkv.statistics.base import BUILT_IN, Local, Mass, PrefixSinkScores, Statistic, Streaming, WeightTile
+from qkv.statistics import base
+from qkv.statistics.base import Local, Mass, PrefixSinkScores, Statistic, Streaming, WeightTile
 from qkv.statistics.result import Statistics, Thumbnail
 
 if TYPE_CHECKING:
     from qkv.statistics.measure import measure_weights
+
+BUILT_IN: dict[str, Statistic] = base.BUILT_IN
+"""The statistics that `measure` always returns, by name."""
 
 __all__ = [
     "BUILT_IN",
