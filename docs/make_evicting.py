@@ -18,7 +18,7 @@ import torch
 
 import qkv
 from benchmarks.mechanisms.timing import machine
-from qkv.cli.evict import _library
+from qkv.cli.evict import library
 from qkv.profiler.analyses.eviction import eviction
 
 DOCS = Path(__file__).parent
@@ -53,7 +53,7 @@ def costs() -> None:
     model, tokenizer = qkv.load("smollm2", head=True)
     kept = pd.read_csv(KEPT / "loss.csv")
     budgets, policies = sorted({int(x) for x in kept["budget"].dropna()}), POLICIES.split(",")
-    found = eviction(model, _library(tokenizer, None)[:1], budgets=budgets, policies=policies).loss
+    found = eviction(model, library(tokenizer, None)[:1], budgets=budgets, policies=policies).loss
     assert found is not None
     at = ["policy", "budget"]
     kept = kept.drop(columns=["seconds", "bytes"]).merge(found[[*at, "seconds", "bytes"]], on=at, validate="1:1")

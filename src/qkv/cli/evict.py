@@ -103,7 +103,7 @@ def evict(
         if given.more:
             inputs = [passage, *given.more]
         elif several and loaded.tokenizer is not None and loaded.sample is None:
-            inputs = _library(loaded.tokenizer, inputs)
+            inputs = library(loaded.tokenizer, inputs)
         options: dict[str, Any] = {
             "budgets": sorted({*sizes}), "first": first, "tokenizer": loaded.tokenizer,
             "policies": [part.strip() for part in policies.split(",")], "name": loaded.name,
@@ -136,7 +136,7 @@ def _show_needle(found: pd.DataFrame) -> None:
     Console().print(rows)
 
 
-def _library(tokenizer: Any, other: Any) -> Any:
+def library(tokenizer: Any, other: Any) -> Any:
     """The first tokens of some files of Python's standard library; `other` if no file has so many."""
     import torch
 
