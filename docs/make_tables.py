@@ -17,6 +17,7 @@ import make_plan
 import model_speed
 
 from benchmarks.mechanisms import run, show
+from benchmarks.timing import MAIN_PROCESSOR
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -57,7 +58,9 @@ def filled(text: str, maker: str, tables: Mapping[str, Sequence[str]]) -> str:
 
 def benchmarks() -> str:
     """docs/benchmarks.md."""
-    results = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json")) if p.stem != "torture"}
+    results = _results(RESULTS)
+    folders = sorted(p for p in RESULTS.iterdir() if p.is_dir() and p.name != "mechanisms")
+    others = {folder.name: _results(folder) for folder in folders}
     goals = tomllib.loads((RESULTS.parent / "goals.toml").read_text())
     lines = [
         "# Benchmarks",
@@ -80,7 +83,25 @@ def benchmarks() -> str:
     lines += ["", *_profile_table(results), "", *model_speed.table(results["decoder"])]
     lines += ["![Milliseconds per token over 100,000 tokens](figures/stream.png)", "", *_mechanisms()]
     lines += _machines(results)
+    for kind, found in others.items():
+        lines += ["", f"## Other processors: {kind}", "", *_beside(found, results, goals, kind), "", *_machines(found)]
     return "\n".join(lines) + "\n"
+
+
+def _results(folder: Path) -> dict[str, Any]:
+    return {p.stem: json.loads(p.read_text()) for p in sorted(folder.glob("*.json")) if p.stem != "torture"}
+
+
+def _beside(found: Mapping[str, Any], results: Mapping[str, Any], goals: Mapping[str, Any], kind: str) -> list[str]:
+    """Numbers of another kind of processor beside those of the main one."""
+    lines = [f"| benchmark | measured | {kind} | {MAIN_PROCESSOR} | goal, on {kind} |", "|---|---|---|---|---|"]
+    for name, result in found.items():
+        for what, value in result.items():
+            if isinstance(value, float):
+                main = results.get(name, {}).get(what)
+                verdict = _verdict(goals.get(name, {}).get(what), value)
+                lines.append(f"| {name} | {what} | {value:.3g} | {'' if main is None else f'{main:.3g}'} | {verdict} |")
+    return lines
 
 
 def _verdict(goal: str | None, value: float) -> str:

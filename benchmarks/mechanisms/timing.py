@@ -96,8 +96,9 @@ def resident(which: str = "VmHWM") -> int:
 def machine(threads: int, device: str = "cpu") -> dict[str, str]:
     """The hardware and software of this measurement, for the results file."""
     model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
+    cpuinfo, capability = Path("/proc/cpuinfo"), torch.backends.cpu.get_cpu_capability()
     if cpuinfo.exists():
+        capability = "AMX" if " amx_bf16 " in cpuinfo.read_text() else capability
         names = [x.split(":", 1)[1].strip() for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
         model = names[0] if names else model
     card = {"card": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)} if device == "cuda" else {}
@@ -105,7 +106,7 @@ def machine(threads: int, device: str = "cpu") -> dict[str, str]:
         "cpu": model,
         "threads": str(threads),
         "torch": torch.__version__,
-        "capability": torch.backends.cpu.get_cpu_capability(),
+        "capability": capability,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
     }
