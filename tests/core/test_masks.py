@@ -218,15 +218,16 @@ def test_block_status_of_random_keys_is_exact(nq: int, nk: int, size: int) -> No
 @given(st.data())
 def test_bits_of_a_mask_differ_from_its_visible_pairs(data: st.DataObject) -> None:
     grid, mask = drawn(data, most=150)
-    found = mask_bits(mask, grid, 2**20)
-    assert found is not None
-    bits = torch.cat([torch.tensor([0, -1])[:, None].expand(2, 64), found.bits])[found.status.long()]
-    pairs = (bits[..., None] >> torch.arange(64) & 1).bool()  # (b, h, rows, columns, 64, 64)
-    dense = pairs.transpose(3, 4).flatten(2, 3).flatten(3, 4)[:, :, : grid.n_queries, : grid.n_keys]
-    want = mask.visible(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid)
-    assert torch.equal(dense, want.expand_as(dense))
-    assert not any(bool((x == y).all(-1).any()) for x, y in ((found.bits, 0), (found.bits, -1)))
-    assert mask_bits(mask, grid, 0) is None or not len(found.bits)
+    want = mask.dense(grid.n_queries, grid.n_keys, batch=grid.batch, heads=grid.heads)
+    for one in (mask, Dense(want), Dense(want.mT.contiguous().mT)):
+        found = mask_bits(one, grid, 2**20)
+        assert found is not None
+        bits = torch.cat([torch.tensor([0, -1])[:, None].expand(2, 64), found.bits])[found.status.long()]
+        pairs = (bits[..., None] >> torch.arange(64) & 1).bool()  # (b, h, rows, columns, 64, 64)
+        dense = pairs.transpose(3, 4).flatten(2, 3).flatten(3, 4)[:, :, : grid.n_queries, : grid.n_keys]
+        assert torch.equal(dense, want.expand_as(dense))
+        assert not any(bool((x == y).all(-1).any()) for x, y in ((found.bits, 0), (found.bits, -1)))
+        assert mask_bits(one, grid, 0) is None or not len(found.bits)
 
 
 # --- wrong arguments --------------------------------------------------------------------------------------------------

@@ -224,6 +224,8 @@ class MaskBits:
 
 def mask_bits(mask: Mask, grid: Grid, limit: int) -> MaskBits | None:
     """Return the bits of a mask, evaluated in `classify`'s partial tiles alone; None if they exceed `limit` bytes."""
+    if isinstance(mask, Dense):
+        return _bits_of_tensor(mask.tensor, grid, limit)
     size = MaskBits.CELL
     status = whole_status(mask, grid, size)
     if int((status == PARTIAL).sum()) * size * 8 > limit:
@@ -237,6 +239,29 @@ def mask_bits(mask: Mask, grid: Grid, limit: int) -> MaskBits | None:
     numbers = (by_row == FULL).int()
     numbers[by_row == PARTIAL] = torch.arange(2, 2 + len(cells), dtype=torch.int32)
     return MaskBits(numbers.movedim(0, 2).contiguous(), cells)
+
+
+def _bits_of_tensor(tensor: Bool[Tensor, "b h _ _"], grid: Grid, limit: int) -> MaskBits | None:
+    """Return `mask_bits` of the tensor of a mask, in one pass over it."""
+    size, columns = MaskBits.CELL, -(-grid.n_keys // MaskBits.CELL)
+    pairs = tensor.cpu().expand(-1, -1, grid.n_queries, grid.n_keys).numpy()
+    beyond = ~np.packbits(np.arange(columns * size) < grid.n_keys, bitorder="little").view(np.uint64)  # the last key
+    status, bits, n_cells = [], [np.empty((0, size), np.uint64)], 0
+    for row in range(0, grid.n_queries, size):
+        packed = np.packbits(pairs[:, :, row : row + size], axis=-1, bitorder="little")
+        words = np.zeros((*packed.shape[:2], size, columns), np.uint64)
+        words.view(np.uint8)[:, :, : packed.shape[2], : packed.shape[3]] = packed
+        full = np.bitwise_and.reduce(words[:, :, : packed.shape[2]] | beyond, axis=2) == ~np.uint64(0)
+        partial = (np.bitwise_or.reduce(words, axis=2) != 0) & ~full
+        numbers = full.astype(np.int32)
+        n_partial = int(np.count_nonzero(partial))
+        numbers[partial] = 2 + n_cells + np.arange(n_partial)
+        n_cells += n_partial
+        if n_cells * size * 8 > limit:
+            return None
+        status.append(numbers)
+        bits.append(words.swapaxes(2, 3)[partial])
+    return MaskBits(torch.from_numpy(np.stack(status, 2)), torch.from_numpy(np.concatenate(bits).view(np.int64)))
 
 
 def block_mask(mask: Mask, grid: Grid, status: Int[Tensor, "b h rows cols"], size: int) -> BlockMask:
