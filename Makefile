@@ -15,7 +15,7 @@ help:  ## list the targets
 
 venv: $(VENV)/.ready  ## create the development environment .venv with the versions in constraints.txt
 
-$(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt hatch_build.py $(wildcard src/qkv/native/*.c)
+$(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt hatch_build.py $(wildcard src/qkv/native/*.c src/qkv/native/isa/*.h)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkv needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./lab
@@ -68,7 +68,8 @@ fuzz-files: venv  ## open CASES=10000 damaged and hostile files from SEED=0; a f
 
 SANITIZED := $(VENV)/sanitized.so
 SANITIZE  := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -std=gnu11 -Wno-psabi -fPIC -fopenmp
-PRODUCTS  := $(if $(shell grep -m1 avx512_bf16 /proc/cpuinfo),$(SANITIZED).o)  # the functions that multiply bfloat16, on such a processor
+# The functions that multiply bfloat16, on such a processor.
+PRODUCTS  := $(if $(shell grep -m1 avx512_bf16 /proc/cpuinfo),$(SANITIZED).o)
 
 sanitize: venv  ## test the native library built with AddressSanitizer and UndefinedBehaviorSanitizer, for the processor here
 	$(if $(PRODUCTS),$(CC) $(SANITIZE) -march=native -DBFLOAT16 -Dqkv_attend=qkv_attend_bfloat16 -c src/qkv/native/library.c -o $(PRODUCTS))

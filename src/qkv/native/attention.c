@@ -1,5 +1,5 @@
-/* Exact softmax attention and statistics of its weights in one pass over the scores (CPU), in float32, or with BFLOAT16:
- * both products by the processor's dot products of pairs of bfloat16, which it sums in float32; all else is float32.
+/* Exact softmax attention and statistics of its weights in one pass over the scores (CPU): one loop for all instruction sets,
+ * whose headers in isa/ give the products and their packing. Products take float32 or bfloat16; all else is float32.
  *
  * Plain C11 with vector extensions of gcc and clang, and OpenMP for threads; qkv/native/binding.py calls it. For each
  * block of BLOCK queries and each tile of TILE keys, strips of RS queries go through three steps while they are in the
@@ -9,46 +9,9 @@
  * map, and the weights on single keys. Scores and their maxima are in base 2. Each tile of each row has its own offset
  * (a lazily raised running maximum: Milakov & Gimelshein 2018), so no weight in memory is ever rescaled.
  */
-#include <float.h>
-#include <math.h>
-#include <omp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#if defined(__AVX512F__)
-enum { VL = 16, NV = 2, MR = 8 }; /* floats of a vector; vectors of a panel; rows of the micro-kernel */
-#elif defined(__AVX__)
-enum { VL = 8, NV = 2, MR = 4 };
-#elif defined(__aarch64__)
-enum { VL = 4, NV = 4, MR = 4 };
-#else
-enum { VL = 4, NV = 2, MR = 4 };
-#endif
 enum { BLOCK = 64, CELL = 64, TILE = 512 }; /* queries of a block; keys of a cell of the mask; keys of the longest run */
-enum { PW = NV * VL, RS = 8, STRIPS = BLOCK / RS };
-_Static_assert(BLOCK % RS == 0 && TILE % CELL == 0 && CELL % PW == 0, "sizes");
-#define UNROLL _Pragma("GCC unroll 16")
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float vf __attribute__((vector_size(VL * 4), may_alias));
-typedef int32_t vi __attribute__((vector_size(VL * 4), may_alias));
-typedef int32_t i4 __attribute__((vector_size(16), may_alias));
-typedef float v4 __attribute__((vector_size(16), may_alias));
-typedef float vu __attribute__((vector_size(VL * 4), aligned(4), may_alias)); /* at any address */
-typedef double vd __attribute__((vector_size(VL * 8), aligned(8), may_alias));
-
-#if defined(BFLOAT16)
-typedef uint16_t Number; /* of q, k, v and the output */
-typedef uint32_t Packed; /* the factors of one step of a product: 2 numbers, the first in the lower half */
-#else
-typedef float Number, Packed;
-#endif
-enum { EACH = sizeof(Packed) / sizeof(Number) };
-typedef Packed vp __attribute__((vector_size(VL * 4), may_alias));
+enum { STRIPS = BLOCK / RS, GROUP = 8 }; /* rows of which columns are summed together */
+_Static_assert(BLOCK % RS == 0 && RS % GROUP == 0 && TILE % CELL == 0 && CELL % PW == 0, "sizes");
 
 /* A step from the product of a query and a key to their score, in base 2. */
 enum { BY_DISTANCE, DENSE, SOFT_CAP };
@@ -104,15 +67,16 @@ typedef struct { double total, bits, squares, place, distance, spread; float off
 typedef struct { int64_t start, end, at; } Run;
 
 typedef struct {           /* what one thread works with */
-    Packed *k, *v;         /* panels of K [panel][steps][PW], rows of V [nk / EACH][dvp]; its own, or shared by all */
+    Packed *k, *v;         /* packed panels of K and V; its own, or shared by all */
     int32_t *kept, *padded; /* -1 at keys that are no padding [nk], and number of others by cell; or NULL */
-    Packed *q;             /* strips of q [strip][steps][RS], with scale * log2 e unless the scores get it */
+    Packed *q;             /* packed strips of q, with scale * log2 e unless SCALED_LATER */
+    Packed *factors;       /* weights of a strip in a run, packed; unless products take those in p */
     Run *runs;             /* the tiles of a block of queries */
     int64_t n_runs;
     int32_t *run_of;       /* the run that each cell of keys is in, or -1 */
     const int32_t *cells;  /* of the block of queries, or NULL */
     float *p;              /* weights [run][strip][panel][RS][PW] */
-    float *o;              /* output [strip][RS][dvp] */
+    float *o;              /* output [strip][RS][width] */
     float *slopes;         /* derivatives of the soft caps [cap], each like p and `cap_size` floats long; NULL: not wanted */
     int64_t cap_size;
     float *offset;         /* [run][BLOCK] offsets of the weights in p */
@@ -128,157 +92,6 @@ static const float LOWEST = -1e30f; /* score of a masked pair: its weight is 0, 
 static const float LARGEST = 1e28f; /* score of a pair that is visible */
 static const float RAISE = 8;       /* the offset is raised if a score exceeds it by more */
 
-INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t up(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
-INLINE vf choose(vi where, vf a, vf b) { return (vf)(((vi)a & where) | ((vi)b & ~where)); }
-INLINE vf maximum(vf a, vf b) { /* b if one is NaN: on x86 one instruction, which gcc does not find by itself */
-#if defined(__AVX512F__)
-    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(__AVX__)
-    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
-#elif defined(__SSE__)
-    return (vf)_mm_max_ps((__m128)a, (__m128)b);
-#else
-    return choose(a > b, a, b);
-#endif
-}
-INLINE vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
-INLINE vf load(const float *x) { return *(const vf *)x; }
-
-INLINE v4 quarter(vf x) {
-    v4 part[VL / 4], s;
-    memcpy(part, &x, sizeof x);
-    s = part[0];
-    UNROLL for (int i = 1; i < VL / 4; i++) s += part[i];
-    return s;
-}
-INLINE float sum(vf x) { v4 s = quarter(x); return (s[0] + s[2]) + (s[1] + s[3]); }
-INLINE float highest(vf x) {
-    v4 part[VL / 4], m;
-    memcpy(part, &x, sizeof x);
-    m = part[0];
-    UNROLL for (int i = 1; i < VL / 4; i++) {
-        i4 more = m > part[i];
-        m = (v4)(((i4)m & more) | ((i4)part[i] & ~more));
-    }
-    float a = m[0] > m[2] ? m[0] : m[2], b = m[1] > m[3] ? m[1] : m[3];
-    return a > b ? a : b;
-}
-INLINE vf iota(void) { vf x; UNROLL for (int i = 0; i < VL; i++) x[i] = (float)i; return x; }
-
-/* ---- Matrix products -------------------------------------------------------------------------------------------- */
-
-#if defined(BFLOAT16)
-INLINE vf product(vf sum, Packed a, vp b) { /* sum + the upper factors + the lower factors */
-#if defined(__AVX512BF16__)
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
-#else
-    const vp x = (vp){0} + a, upper = (vp){0} + 0xffff0000;
-    return sum + (vf)(x & upper) * (vf)(b & upper) + (vf)(x << 16) * (vf)(b << 16);
-#endif
-}
-INLINE float widened(Number x) { const uint32_t bits = (uint32_t)x << 16; float y; memcpy(&y, &bits, 4); return y; }
-INLINE Number rounded(float x) { /* to nearest, ties to even */
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return x != x ? 0x7fc0 : (Number)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-/* A number as the first of two factors, or beside the first one. */
-INLINE Packed placed(Packed others, Number x, int64_t place) { return place ? others | (Packed)x << 16 : x; }
-INLINE Packed scaled_query(Packed q, float scale) { (void)scale; return q; } /* it would be rounded */
-INLINE vf scaled_score(vf score, float scale) { return score * scale; }
-/* The weights of some panels as factors, in `memory`. */
-INLINE const Packed *factors(const float *p, int64_t panels, Packed *memory) {
-    for (int64_t i = 0; i < panels * RS; i++, p += PW)
-#if defined(__AVX512BF16__)
-        *(__m512i *)(memory + i * VL) = (__m512i)_mm512_cvtne2ps_pbh((__m512)load(p + VL), (__m512)load(p));
-#else
-        for (int j = 0; j < PW; j += 2)
-            memory[(i * PW + j) / 2] = rounded(p[j]) | (Packed)rounded(p[j + 1]) << 16;
-#endif
-    return memory;
-}
-#else
-INLINE vf product(vf sum, Packed a, vp b) { return sum + a * b; }
-INLINE float widened(Number x) { return x; }
-INLINE Number rounded(float x) { return x; }
-INLINE Packed placed(Packed others, Number x, int64_t place) { (void)others, (void)place; return x; }
-INLINE Packed scaled_query(Packed q, float scale) { return q * scale; }
-INLINE vf scaled_score(vf score, float scale) { (void)scale; return score; }
-INLINE const Packed *factors(const float *p, int64_t panels, Packed *memory) { (void)panels, (void)memory; return p; }
-#endif
-
-/* The next numbers, as the factors of a step; `left` numbers exist, and the others are 0. */
-INLINE Packed packed(const Number *x, int64_t left) {
-    Packed y = 0;
-    if (left < EACH) memcpy(&y, x, sizeof *x);
-    else memcpy(&y, x, sizeof y);
-    return y;
-}
-
-/* acc[r][v] += a[r * row] * b[v]: one step of a micro-kernel. */
-INLINE void step(vf acc[MR][4], int nv, const Packed *a, int64_t row, const Packed *b) {
-    vp x[4];
-    UNROLL for (int v = 0; v < nv; v++) x[v] = *(const vp *)(b + v * VL);
-    UNROLL for (int r = 0; r < MR; r++) UNROLL for (int v = 0; v < nv; v++)
-        acc[r][v] = product(acc[r][v], a[r * row], x[v]);
-}
-
-/* Scores of a strip and a panel of keys, and the largest of each row by lane. */
-static void scores(const Packed *q, const Packed *k, int64_t steps, float scale, float *s, vf top[RS]) {
-    UNROLL for (int m = 0; m < RS; m += MR) {
-        vf acc[MR][4] = {0};
-        for (int64_t i = 0; i < steps; i++) step(acc, NV, q + i * RS + m, 1, k + i * PW);
-        UNROLL for (int r = 0; r < MR; r++) {
-            vf t = top[m + r];
-            UNROLL for (int v = 0; v < NV; v++) {
-                const vf x = scaled_score(acc[r][v], scale);
-                *(vf *)(s + (m + r) * PW + v * VL) = x;
-                t = maximum(x, t);
-            }
-            top[m + r] = t;
-        }
-    }
-}
-
-/* Add weights * values to nv vectors of the output of a strip. */
-INLINE void output_of(int nv, const Packed *p, int64_t panels, const Packed *v, int64_t dvp, float *o) {
-    enum { STEPS = PW / EACH };
-    UNROLL for (int m = 0; m < RS; m += MR) {
-        vf acc[MR][4];
-        UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < nv; i++)
-            acc[r][i] = load(o + (m + r) * dvp + i * VL);
-        const Packed *a = p + m * STEPS, *b = v;
-        for (int64_t panel = 0; panel < panels; panel++, a += (RS - 1) * STEPS)
-            for (int j = 0; j < STEPS; j++, a++, b += dvp) step(acc, nv, a, STEPS, b);
-        UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < nv; i++)
-            *(vf *)(o + (m + r) * dvp + i * VL) = acc[r][i];
-    }
-}
-static void output_1(const Packed *p, int64_t n, const Packed *v, int64_t dvp, float *o) {
-    output_of(1, p, n, v, dvp, o);
-}
-static void output_2(const Packed *p, int64_t n, const Packed *v, int64_t dvp, float *o) {
-    output_of(2, p, n, v, dvp, o);
-}
-#if defined(__AVX512F__) || defined(__aarch64__) /* 32 registers */
-enum { WIDEST = 3 };
-static void output_3(const Packed *p, int64_t n, const Packed *v, int64_t dvp, float *o) {
-    output_of(3, p, n, v, dvp, o);
-}
-#else
-enum { WIDEST = 2 };
-#define output_3 output_2
-#endif
-static void output(const Packed *p, int64_t panels, const Packed *v, int64_t dvp, float *o) {
-    for (int64_t left = dvp / VL, c = 0; left; ) {
-        int n = left >= WIDEST && left != WIDEST + 1 ? WIDEST : left >= 2 ? 2 : 1; /* 64 is 2 + 2, not 3 + 1 */
-        (n == 3 ? output_3 : n == 2 ? output_2 : output_1)(p, panels, v + c, dvp, o + c);
-        left -= n, c += n * VL;
-    }
-}
-
 /* ---- Weights ---------------------------------------------------------------------------------------------------- */
 
 /* 2^t for t <= 127, within 1.5 ulp; 0 below -126.5; NaN for NaN. */
@@ -293,20 +106,31 @@ INLINE vf exp2_of(vf t) {
     return y * (vf)((vi)u << 23);
 }
 
-/* Scores of one row to weights in place, and their sums: total, weight * score, squares, weight * place. */
-INLINE void weigh(float *p, int64_t panels, float offset, float place, int statistics, vf sums[4]) {
+/* Scores of one row, times scale, to weights in place, and their sums: total, weight * score, squares, weight * place.
+ * The weights become factors as well, unless these are NULL or the weights in p themselves. */
+INLINE void weigh(float *p, int64_t panels, float scale, float offset, float place, int64_t row, Packed *factors, int statistics,
+                  vf sums[4]) {
     vf total = {0}, bits = {0}, squares = {0}, first = {0}, x = iota() + place, floor = (vf){0} - 127;
-    for (int64_t panel = 0; panel < panels; panel++, p += RS * PW)
+    for (int64_t panel = 0; panel < panels; panel++, p += RS * PW) {
+        vf w[NV];
         UNROLL for (int v = 0; v < NV; v++) {
-            vf t = maximum(floor, load(p + v * VL) - offset), w = exp2_of(t);
-            *(vf *)(p + v * VL) = w;
-            total += w;
-            if (statistics) bits += w * t, squares += w * w, first += w * x, x += (float)VL;
+            vf t = load(p + v * VL);
+            if (SCALED_LATER) t *= scale;
+            t = maximum(floor, t - offset), w[v] = exp2_of(t);
+            if (statistics || !WEIGHT_SIZE) *(vf *)(p + v * VL) = w[v];
+            total += w[v];
+            if (statistics) bits += w[v] * t, squares += w[v] * w[v], first += w[v] * x, x += (float)VL;
         }
+        if (WEIGHT_SIZE && factors) put_weights(w, row, factors + panel * WEIGHT_SIZE);
+    }
     sums[0] = total, sums[1] = bits, sums[2] = squares, sums[3] = first;
 }
-static void weigh_all(float *p, int64_t n, float offset, float place, vf s[4]) { weigh(p, n, offset, place, 1, s); }
-static void weigh_only(float *p, int64_t n, float offset, vf s[4]) { weigh(p, n, offset, 0, 0, s); }
+static void weigh_all(float *p, int64_t n, float scale, float offset, float place, int64_t row, Packed *factors, vf s[4]) {
+    weigh(p, n, scale, offset, place, row, factors, 1, s);
+}
+static void weigh_only(float *p, int64_t n, float scale, float offset, int64_t row, Packed *factors, vf s[4]) {
+    weigh(p, n, scale, offset, 0, row, factors, 0, s);
+}
 
 /* cap * tanh(x / cap). Near 0 it is a polynomial, as 1 - 2 / (e + 1) would lose digits. */
 INLINE vf capped(vf x, float cap) {
@@ -366,15 +190,15 @@ static int is_visible(const Call *c, const Space *s, int64_t r, int64_t key) {
     return s->lo[r] <= key && key < s->hi[r] && (!s->kept || s->kept[key]) && bits_of(c, s, key / CELL, r) >> key % CELL & 1;
 }
 
-/* Mask the scores of a strip, and find the largest of each row; `first` is the key of the first panel. */
-static void mask(const Call *c, const Space *s, float *p, int64_t panels, int64_t first, int64_t strip, vf top[RS]) {
+/* Set masked scores of a strip to `lowest`; `first` is the key of the first panel. */
+static void mask(const Call *c, const Space *s, float *p, int64_t panels, int64_t first, int64_t strip, float lowest) {
     vi place, one;
     for (int i = 0; i < VL; i++) place[i] = i, one[i] = 1 << i;
     for (int r = 0; r < RS; r++) {
         const int64_t row = strip * RS + r;
         const vi lo = (vi){0} + (int32_t)max64(s->lo[row] - first, 0);
         const vi hi = (vi){0} + (int32_t)max64(s->hi[row] - first, 0);
-        vf t = (vf){0} + LOWEST, low = t;
+        const vf low = (vf){0} + lowest;
         for (int64_t panel = 0; panel < panels; panel++) {
             const int64_t key = first + panel * PW;
             const uint64_t bits = bits_of(c, s, key / CELL, row) >> key % CELL;
@@ -384,12 +208,21 @@ static void mask(const Call *c, const Space *s, float *p, int64_t panels, int64_
                 vi here = place + (int32_t)j, visible = (here >= lo) & (here < hi);
                 visible &= (((vi){0} + (int32_t)(bits >> v * VL & UINT32_MAX)) & one) != 0;
                 if (s->kept) visible &= *(const vi *)(s->kept + first + j);
-                vf x = choose(visible, load(at), low);
-                *(vf *)at = x;
-                t = maximum(x, t);
+                *(vf *)at = choose(visible, load(at), low);
             }
         }
-        top[r] = t;
+    }
+}
+
+/* The largest score of each row of a strip by lane, not below `lowest`. */
+static void find_tops(const float *p, int64_t panels, float lowest, vf top[RS]) {
+    for (int m = 0; m < RS; m += GROUP) {
+        vf t[GROUP];
+        UNROLL for (int r = 0; r < GROUP; r++) t[r] = (vf){0} + lowest;
+        for (int64_t panel = 0; panel < panels; panel++)
+            UNROLL for (int r = 0; r < GROUP; r++) UNROLL for (int v = 0; v < NV; v++)
+                t[r] = maximum(load(p + (panel * RS + m + r) * PW + v * VL), t[r]);
+        UNROLL for (int r = 0; r < GROUP; r++) top[m + r] = t[r];
     }
 }
 
@@ -402,8 +235,9 @@ static int strip_sees(const Call *c, const Space *s, int64_t strip, int64_t cell
     return bits != 0;
 }
 
-/* Scores of a strip in a run, with biases and mask, and the largest of each row; returns the panels that they are in. */
-static void strip_scores(const Call *c, const Space *s, float *p, const Run *run, int16_t span[2], int64_t strip,
+/* Scores of a strip in a run, with biases and mask, and the largest of each row; `span` gets the panels that they are in.
+ * Returns by what all of these are still to be multiplied. */
+static float strip_scores(const Call *c, const Space *s, float *p, const Run *run, int16_t span[2], int64_t strip,
                          int64_t batch, int64_t head, int64_t query, vf top[RS]) {
     const int64_t *lo = s->lo + strip * RS, *hi = s->hi + strip * RS;
     int64_t from = INT64_MAX, to = 0, every_from = 0, every_to = INT64_MAX;
@@ -417,57 +251,67 @@ static void strip_scores(const Call *c, const Space *s, float *p, const Run *run
         while (from < to && !strip_sees(c, s, strip, (to - 1) / CELL)) to = (to - 1) / CELL * CELL;
     }
     span[0] = span[1] = 0;
-    if (from >= to) return;
+    if (from >= to) return 1;
     span[0] = (int16_t)((from - run->start) / PW), span[1] = (int16_t)(up(to - run->start, PW) / PW);
     const int64_t panels = span[1] - span[0], first = run->start + span[0] * PW, last = first + panels * PW;
-    const int64_t steps = up(c->d, EACH) / EACH;
-    int cut = every_from > first || every_to < last || c->n_biases;
+    const float scale = SCALED_LATER ? c->scale * (float)M_LOG2E : 1;
+    const int later = SCALED_LATER && !c->n_biases && scale > 1e-6f && scale < 1e6f;
+    const float rest = later ? scale : 1, lowest = LOWEST / rest;
+    int cut = 0;
     for (int64_t cell = first / CELL; cell * CELL < last; cell++)
         cut |= (s->kept && s->padded[cell]) || (s->cells && s->cells[cell] != 1);
-    for (int r = 0; r < RS; r++) top[r] = (vf){0} + LOWEST;
+    for (int r = 0; r < RS; r++) top[r] = (vf){0} + lowest;
     p += span[0] * RS * PW;
-    for (int64_t i = 0; i < panels; i++)
-        scores(s->q + strip * steps * RS, s->k + (first + i * PW) * steps, steps, c->scale * (float)M_LOG2E, p + i * RS * PW,
-               top);
+    scores(s->q + strip * query_size(c->d), s->k + first / PW * key_size(c->d), panels, c->d, p, top);
+    if (SCALED_LATER && !later)
+        for (int64_t i = 0; i < panels * RS * PW; i += VL) *(vf *)(p + i) *= scale;
     if (c->n_biases) {
         const int64_t i = query + strip * RS;
         add_biases(c, s, p, panels, first, batch, head, i, min64(RS, c->nq - i));
     }
-    if (cut) mask(c, s, p, panels, first, strip, top);
+    /* panels [0, a) and [b, panels) are cut by an edge of the band */
+    int64_t a = min64(panels, (max64(every_from - first, 0) + PW - 1) / PW), b = max64(a, min64(panels, (every_to - first) / PW));
+    if (cut || c->n_biases) a = b = panels;
+    if (a > 0) mask(c, s, p, a, first, strip, lowest);
+    if (b < panels) mask(c, s, p + b * RS * PW, panels - b, first + b * PW, strip, lowest);
+    if (a > 0 || b < panels || (SCALED_LATER && !later)) find_tops(p, panels, lowest, top);
+    return rest;
 }
 
 /* One strip of queries and one run of keys: scores, weights, sums and output. */
 static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t strip, int64_t batch, int64_t head,
-                       int64_t query, int64_t dvp) {
+                       int64_t query) {
+    const int64_t width = output_width(c->dv);
     Row *rows = s->row + strip * RS;
     const int64_t *hi = s->hi + strip * RS, start = s->runs[slot].start;
     int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
     vf top[RS], sums[4];
-    strip_scores(c, s, p, s->runs + slot, span, strip, batch, head, query, top);
+    const float scale = strip_scores(c, s, p, s->runs + slot, span, strip, batch, head, query, top);
     if (span[0] >= span[1]) return;
     const int64_t panels = span[1] - span[0], first = start + span[0] * PW, last = first + panels * PW;
     p += span[0] * RS * PW;
-    float *o = s->o + strip * RS * dvp;
+    float *o = s->o + strip * RS * width;
+    Packed *factors = c->out ? s->factors : NULL;
     for (int r = 0; r < RS; r++) {
         Row *row = rows + r;
-        float m = highest(top[r]);
+        const float m = highest(top[r]) * scale;
         if (row->seen ? m > row->offset + RAISE : m > LOWEST / 2) {
             const double below = row->offset - (double)m, factor = row->seen ? exp2(below) : 0;
             row->bits = factor * (row->bits + (row->seen ? below * row->total : 0));
             row->total *= factor, row->squares *= factor * factor, row->place *= factor, row->distance *= factor;
-            if (c->out) for (int64_t i = 0; i < dvp; i++) o[r * dvp + i] *= (float)factor;
+            if (c->out) for (int64_t i = 0; i < width; i++) o[r * width + i] *= (float)factor;
             row->offset = m, row->seen = 1;
         }
         if (m > row->top) row->top = m;
         s->offset[slot * BLOCK + strip * RS + r] = row->offset;
         if (!c->rows) {
-            weigh_only(p + r * PW, panels, row->offset, sums);
+            weigh_only(p + r * PW, panels, scale, row->offset, r, factors, sums);
             row->total += sum(sums[0]);
             row->seen |= row->total != row->total;
             continue;
         }
         const int64_t away = first - (query + strip * RS + r + c->nk - c->nq); /* of the first key from the query */
-        weigh_all(p + r * PW, panels, row->offset, (float)away, sums);
+        weigh_all(p + r * PW, panels, scale, row->offset, (float)away, r, factors, sums);
         v4 a = quarter(sums[0]), b = quarter(sums[1]), e = quarter(sums[2]), f = quarter(sums[3]);
         v4 ab = (v4){a[0], b[0], a[1], b[1]} + (v4){a[2], b[2], a[3], b[3]};
         v4 ef = (v4){e[0], f[0], e[1], f[1]} + (v4){e[2], f[2], e[3], f[3]};
@@ -483,14 +327,13 @@ static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t 
         }
     }
     if (!c->out) return;
-    Packed memory[RS * TILE / EACH] __attribute__((aligned(64)));
-    output(factors(p, panels, memory), panels, s->v + first / EACH * dvp, dvp, o);
+    output(WEIGHT_SIZE ? factors : (const Packed *)p, panels, s->v + first / PW * value_size(c->dv), width, o);
 }
 
 /* Weights, as shares of the row, of `rows` rows from r on in one tile: columns, and second moments of the rows. */
 INLINE void columns_of(int count, const Space *s, const float *p, int64_t panels, int64_t at, const float *weight,
-                       float place, float *columns, vf second[RS]) {
-    vf acc[RS] = {0}, x = iota() + place;
+                       float place, float *columns, vf second[GROUP]) {
+    vf acc[GROUP] = {0}, x = iota() + place;
     for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, columns += PW)
         UNROLL for (int v = 0; v < NV; v++, x += (float)VL) {
             vf sum = load(columns + v * VL);
@@ -504,11 +347,11 @@ INLINE void columns_of(int count, const Space *s, const float *p, int64_t panels
     UNROLL for (int r = 0; r < count; r++) second[r] = acc[r];
 }
 static void columns_8(const Space *s, const float *p, int64_t n, int64_t at, const float *w, float place, float *sums,
-                      vf second[RS]) {
-    columns_of(RS, s, p, n, at, w, place, sums, second);
+                      vf second[GROUP]) {
+    columns_of(GROUP, s, p, n, at, w, place, sums, second);
 }
 static void columns_1(const Space *s, const float *p, int64_t n, int64_t at, const float *w, float place, float *sums,
-                      vf second[RS]) {
+                      vf second[GROUP]) {
     columns_of(1, s, p, n, at, w, place, sums, second);
 }
 
@@ -655,7 +498,7 @@ static int is_finite(const Row *row, int sees) {
 
 static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t query) {
     const int64_t n = min64(BLOCK, c->nq - query), strips = (n + RS - 1) / RS, shift = c->nk - c->nq;
-    const int64_t dvp = up(c->dv, VL);
+    const int64_t width = output_width(c->dv);
     int64_t from = INT64_MAX, to = 0;
     for (int64_t r = 0; r < strips * RS; r++) {
         const int64_t position = query + r + shift;
@@ -668,18 +511,15 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
     s->cells = c->cells ? c->cells + batch * c->cs[0] + head * c->cs[1] + query / BLOCK * ((c->nk + CELL - 1) / CELL) : NULL;
     find_runs(c, s, from, to);
     const Number *q = c->q + batch * c->qs[0] + head * c->qs[1] + query * c->qs[2];
-    const int64_t steps = up(c->d, EACH) / EACH;
-    for (int64_t r = 0; r < strips * RS; r++)
-        for (int64_t i = 0; i < steps; i++) {
-            const Packed x = r < n ? packed(q + r * c->qs[2] + i * EACH, c->d - i * EACH) : 0;
-            s->q[(r / RS * steps + i) * RS + r % RS] = scaled_query(x, c->scale * (float)M_LOG2E);
-        }
-    if (c->out) memset(s->o, 0, (size_t)(strips * RS * dvp) * sizeof(float));
+    for (int64_t strip = 0; strip < strips; strip++)
+        pack_queries(q + strip * RS * c->qs[2], c->qs[2], min64(RS, n - strip * RS), c->d, c->scale * (float)M_LOG2E,
+                     s->q + strip * query_size(c->d));
+    if (c->out) memset(s->o, 0, (size_t)(strips * RS * width) * sizeof(float));
     for (int64_t slot = 0; slot < s->n_runs; slot++)
         for (int64_t strip = 0; strip < strips; strip++) {
             const Run *run = s->runs + slot;
             const int64_t at = c->rows ? run->at + strip * RS * (run->end - run->start) : 0;
-            strip_tile(c, s, s->p + at, slot, strip, batch, head, query, dvp);
+            strip_tile(c, s, s->p + at, slot, strip, batch, head, query);
         }
     const int64_t base = (batch * c->h + head) * c->nq + query, all = c->b * c->h * c->nq;
     for (int64_t r = 0; r < n; r++) {
@@ -696,7 +536,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         s->center[r] = empty ? 0 : (float)(row->place / row->total + (double)(query + r + shift));
         if (c->out) {
             Number *out = c->out + (base + r) * c->dv;
-            const float *o = s->o + r * dvp;
+            const float *o = s->o + r * width;
             for (int64_t i = 0; i < c->dv; i++) out[i] = empty ? 0 : rounded(o[i] * w);
             int infinite = 0; /* a local variable, so that the loop becomes vector instructions */
             for (int64_t i = 0; i < c->dv; i++) infinite |= !(fabsf(widened(out[i])) <= FLT_MAX);
@@ -730,12 +570,12 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
                 s->center[r] = r >= n ? 0 : center[r] - (float)start;
             }
             for (int64_t r = r0; r < r1; ) {
-                const int64_t strip = r / RS, count = r % RS == 0 && r1 - r >= RS ? RS : 1;
+                const int64_t strip = r / RS, count = r % GROUP == 0 && r1 - r >= GROUP ? GROUP : 1;
                 const int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
                 const int64_t first = start + span[0] * PW;
                 const float *p = s->p + s->runs[slot].at + strip * RS * length + span[0] * RS * PW + r % RS * PW;
-                vf second[RS];
-                (count == RS ? columns_8 : columns_1)(s, p, span[1] - span[0], r, weight + r, (float)(span[0] * PW),
+                vf second[GROUP];
+                (count == GROUP ? columns_8 : columns_1)(s, p, span[1] - span[0], r, weight + r, (float)(span[0] * PW),
                                                       columns + span[0] * PW, second);
                 if (span[0] < span[1])
                     for (int64_t i = 0; i < count; i++) {
@@ -784,26 +624,20 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
 
 /* ---- A call ----------------------------------------------------------------------------------------------------- */
 
-/* Pack the keys [from, to) of a key head; padding and keys beyond the end are 0, so that NaN in them is harmless. */
+/* Pack the keys [from, to) of a key head; padding and keys beyond the end are 0. */
 static void pack(const Call *c, const Space *s, int64_t batch, int64_t head, int64_t from, int64_t to) {
-    const int64_t dvp = up(c->dv, VL), steps = up(c->d, EACH) / EACH;
     const Number *k = c->k + batch * c->ks[0] + head * c->ks[1], *v = c->v + batch * c->vs[0] + head * c->vs[1];
-    for (int64_t j0 = from; j0 < to; j0 += PW) {
-        Packed *panel = s->k + j0 * steps;
-        for (int64_t j = j0; j < j0 + PW; j++) {
+    for (int64_t first = from; first < to; first += PW) {
+        uint32_t exist = 0;
+        for (int64_t j = first; j < first + PW; j++) {
             const int real = j < c->nk && (!c->keep || c->keep[batch * c->nk + j]);
-            if (s->kept) {
-                if (j % CELL == 0) s->padded[j / CELL] = 0;
-                s->kept[j] = -real, s->padded[j / CELL] += !real;
-            }
-            for (int64_t i = 0; i < steps; i++)
-                panel[i * PW + j - j0] = real ? packed(k + j * c->ks[2] + i * EACH, c->d - i * EACH) : 0;
-            if (!c->out) continue;
-            Packed *row = s->v + j / EACH * dvp;
-            const int64_t width = real ? c->dv : 0;
-            for (int64_t i = 0; i < width; i++) row[i] = placed(row[i], v[j * c->vs[2] + i], j % EACH);
-            for (int64_t i = width; i < dvp; i++) row[i] = placed(row[i], 0, j % EACH);
+            exist |= (uint32_t)real << (j - first);
+            if (!s->kept) continue;
+            if (j % CELL == 0) s->padded[j / CELL] = 0;
+            s->kept[j] = -real, s->padded[j / CELL] += !real;
         }
+        pack_keys(k + first * c->ks[2], c->ks[2], exist, c->d, s->k + first / PW * key_size(c->d));
+        if (c->out) pack_values(v + first * c->vs[2], c->vs[2], exist, c->dv, s->v + first / PW * value_size(c->dv));
     }
 }
 
@@ -872,19 +706,21 @@ static void count(const Call *c, int64_t heads) {
 /* Returns 0; 1 if there is no memory; 2 if a score or an output is infinite or NaN, so that results are not to be used.
  * The build gives it one name for each set of instructions. */
 int qkv_attend(const Call *c) {
-    const int64_t dvp = c->out ? up(c->dv, VL) : 0, nkp = up(c->nk, TILE), group = c->h / c->hkv, units = c->b * c->hkv;
+    const int64_t width = c->out ? output_width(c->dv) : 0, nkp = up(c->nk, TILE), group = c->h / c->hkv;
+    const int64_t units = c->b * c->hkv;
     const int64_t blocks = (c->nq + BLOCK - 1) / BLOCK, items = group * blocks;
     const int64_t bins = c->map ? ((c->nq + c->bin_q - 1) / c->bin_q) * ((c->nk + c->bin_k - 1) / c->bin_k) : 0;
     const int64_t map = of_pairs(c) ? 0 : bins;
     const int64_t size = c->rows ? nkp + 2 * (c->n_prefix + map) : 0, maxima = size - map; /* sums, then maxima */
-    const int64_t steps = up(c->d, EACH) / EACH, k_size = nkp * steps * 4, v_size = nkp / EACH * dvp * 4;
+    const int64_t k_size = nkp / PW * key_size(c->d) * 4, v_size = c->out ? nkp / PW * value_size(c->dv) * 4 : 0;
+    const int64_t q_size = STRIPS * query_size(c->d) * 4, factors = c->out ? TILE / PW * WEIGHT_SIZE * 4 : 0;
     const int64_t cells = nkp / CELL; /* of all keys, and the most that a block of queries sees */
     const int64_t most = min64(c->cells ? c->widest : cells, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
     const double work = (double)c->b * c->h * c->nq * c->nk * (c->d + c->dv);
     const int threads = work < 2e6 || c->threads < 2 ? 1 : c->threads;
     const int alone = threads == 1 || (units >= 4 * threads) || units % threads == 0; /* a thread takes whole units */
     const int64_t kept = c->keep ? nkp + cells : 0, packed = up(k_size + v_size + kept * 4, 64) + 192;
-    const int64_t own = (alone ? packed : 0) + sizeof(Space) + BLOCK * (steps + dvp + most) * 4 + 2048
+    const int64_t own = (alone ? packed : 0) + sizeof(Space) + q_size + factors + BLOCK * (width + most) * 4 + 2048
                       + (c->rows ? BLOCK * CELL * most : RS * TILE) * 4
                       + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4;
     const int64_t sums = alone ? size : group * size, shared = (alone ? 0 : packed) + threads * sums * 8 + 256;
@@ -903,7 +739,7 @@ int qkv_attend(const Call *c) {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
         char *mine = memory + me * up(own, 4096);
         Space *s = take(&mine, sizeof(Space));
-        s->q = take(&mine, BLOCK * steps * 4), s->o = take(&mine, BLOCK * dvp * 4);
+        s->q = take(&mine, q_size), s->factors = take(&mine, factors), s->o = take(&mine, BLOCK * width * 4);
         s->p = take(&mine, (c->rows ? BLOCK * CELL * most : RS * TILE) * 4);
         s->offset = take(&mine, most * BLOCK * 4), s->spans = take(&mine, most * STRIPS * 4);
         s->runs = take(&mine, most * (int64_t)sizeof(Run)), s->run_of = take(&mine, cells * 4);
@@ -912,6 +748,7 @@ int qkv_attend(const Call *c) {
         s->kept = !c->keep ? NULL : alone ? take(&mine, kept * 4) : shared_kept;
         s->padded = c->keep ? s->kept + nkp : NULL;
         s->infinite = 0, s->slopes = NULL;
+        begin_products();
         for (int64_t unit = 0; ; unit++) {
             if (alone) unit = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
             if (unit >= units) break;
@@ -943,6 +780,7 @@ int qkv_attend(const Call *c) {
                 }
             }
         }
+        end_products();
         infinite |= s->infinite;
     }
     free(memory);

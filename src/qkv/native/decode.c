@@ -5,11 +5,6 @@
  * are added in their order; then the weights in memory become final, which gives all that needs the log-sum-exp.
  */
 enum { ROWS = 4, MOST_THREADS = 64 }; /* rows that share a reading of K and V */
-#if defined(__AVX512F__) || defined(__aarch64__) /* 32 registers */
-enum { KEYS_4 = 4, VALUES_4 = 4 }; /* keys of a step, and vectors of values, for 4 rows */
-#else
-enum { KEYS_4 = 2, VALUES_4 = 2 };
-#endif
 
 typedef struct {            /* a key head */
     const float *k, *v;

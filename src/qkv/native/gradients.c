@@ -101,7 +101,7 @@ static void keys_1(const float *p, int64_t apart, int64_t n, const float *rows, 
 static void keys_2(const float *p, int64_t apart, int64_t n, const float *rows, int64_t width, float *to) {
     keys_of(2, p, apart, n, rows, width, to);
 }
-static void keys_3(const float *p, int64_t apart, int64_t n, const float *rows, int64_t width, float *to) {
+static void keys_widest(const float *p, int64_t apart, int64_t n, const float *rows, int64_t width, float *to) {
     keys_of(WIDEST, p, apart, n, rows, width, to);
 }
 
@@ -109,8 +109,8 @@ static void keys_3(const float *p, int64_t apart, int64_t n, const float *rows, 
 static void add_keys(const float *p, int64_t panels, const int16_t *spans, const float *rows, int64_t width, float *to) {
     const int64_t apart = RS * (panels + 1) * PW;
     for (int64_t left = width / VL, c = 0; left; ) {
-        const int n = left >= WIDEST && left != WIDEST + 1 ? WIDEST : left >= 2 ? 2 : 1;
-        AddKeys *add = n == 3 ? keys_3 : n == 2 ? keys_2 : keys_1;
+        const int n = next_vectors(left);
+        AddKeys *add = n == 1 ? keys_1 : n == 2 ? keys_2 : keys_widest;
         for (int panel = 0; panel < panels; panel++)
             for (int64_t strip = 0, end; strip < STRIPS; strip = end) {
                 for (end = strip; end < STRIPS && spans[2 * end] <= panel && panel < spans[2 * end + 1]; end++);

@@ -1,6 +1,30 @@
-/* All functions for one set of instructions, in one translation unit; with BFLOAT16 only those that multiply bfloat16. */
+/* All functions for one set of instructions, in one translation unit; with BFLOAT16 only those that multiply bfloat16.
+ *
+ * Headers of isa/ give the registers, the products of strips of queries and panels of keys or values, and the packing for
+ * them; no other file knows the instruction set. */
+#include <float.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#include "isa/avx512.h"
+#elif defined(__AVX__)
+#include "isa/avx2.h"
+#elif defined(__aarch64__)
+#include "isa/neon.h"
+#else
+#include "isa/base.h"
+#endif
+
+#if defined(BFLOAT16)
+#include "isa/bfloat16.h"
 #include "attention.c"
-#if !defined(BFLOAT16)
+#else
+#include "isa/float32.h"
+#include "attention.c"
 #include "decode.c"
 #include "gradients.c"
 #endif
