@@ -27,17 +27,17 @@ QUESTION = "Why is the sky blue?"
 
 # name: page of the viewer, its state, and how the browser is set up. Source 0 is SmolLM2, 1 it with softmax off by one.
 SHOTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "overview": ("overview", {"layer": 18, "head": 8}, {}),
-    "wall": ("wall", {"layer": 18, "head": 8}, {"device_scale_factor": 1.5}),  # many colours
-    "map": ("map", {"layer": 10, "head": 3}, {}),
-    "text": ("text", {"layer": 10, "head": 3, "pins": 28}, {}),
-    "sinks": ("sinks", {"after": 1, "layer": 18, "head": 8}, {}),
+    "overview": ("overview", {}, {}),
+    "wall": ("wall", {}, {"device_scale_factor": 1.5}),  # many colours
+    "map": ("map", {}, {}),
+    "text": ("text", {"pins": 28}, {}),
+    "sinks": ("sinks", {"after": 1}, {}),
     "live": ("live", {"edits": "o1-all"}, {"device_scale_factor": 1.5}),
-    "compare": ("compare", {"layer": 10, "head": 3, "bsource": 0, "blayer": 18, "bhead": 8}, {}),
+    "compare": ("compare", {}, {}),
     "align": ("align", {"view": "translation"}, {}),
     "captions": ("align", {"view": "captions", "scene": 9, "word": 1}, {}),
-    "dark": ("map", {"layer": 5, "head": 2}, {"color_scheme": "dark"}),
-    "phone": ("text", {"layer": 10, "head": 3, "pins": 28}, {"viewport": PHONE, "has_touch": True}),
+    "dark": ("wall", {}, {"color_scheme": "dark", "device_scale_factor": 1.5}),
+    "phone": ("text", {"pins": 28}, {"viewport": PHONE, "has_touch": True}),
 }
 
 

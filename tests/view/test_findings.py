@@ -8,6 +8,7 @@ import torch
 
 import qkv
 from qkv.models import DecoderConfig, DecoderLM
+from qkv.profiler.data import tables
 from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.sinks import massive_sentence
 from smollm2 import kept, residual
@@ -77,3 +78,21 @@ def test_massive_activations_are_pairs_of_a_token_and_a_dimension() -> None:
     said = massive_sentence(residual("text"))
     assert said.startswith("2 massive activations: the token at position 0 in dimension 507, at depths 12–28, up to ")
     assert "dimension 247, at depth 12, up to" in said
+
+
+def test_the_head_shown_first_has_a_clear_type_and_several_targets_and_others_follow(mini: qkv.Profile) -> None:
+    types, heads = mini.types(), mini.heads()
+    found = [types.iloc[layer * mini.data.sizes["head"] + head].name for layer, head in tables.telling_heads(mini.data)]
+    names = list(types["type"].iloc[found])
+    assert sorted(names) == sorted(set(types["type"])), "one head of each type"
+    assert names[0] == "induction"
+    assert heads["top_key_share"].iloc[found[0]] <= 0.5
+    same = types[(types["type"] == names[0]) & (heads["top_key_share"] <= 0.5)]
+    assert types["induction"].iloc[found[0]] == same["induction"].max()
+
+    sunk = mini.data.copy(deep=True)  # all weight on the first token, but for one head of no type that is a permutation
+    sunk["received"][:] = 0
+    sunk["received"][..., 0] = sunk.sizes["query"]
+    sunk["entropy"][:] = 0
+    sunk["received"][0, 1, 3] = 1
+    assert tables.telling_heads(sunk)[0] == (1, 3)

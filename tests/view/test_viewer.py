@@ -169,6 +169,15 @@ def test_security_policy_blocks_other_hosts(view: Opens) -> None:
     one.problems = [problem for problem in one.problems if not provoked.match(problem)]
 
 
+def test_pages_begin_with_the_most_telling_head_and_compare_with_one_of_another_type(view: Opens, mini: Served) -> None:
+    data = mini.profile("mini").data
+    (layer, head), (other_layer, other_head), *_ = tables.telling_heads(data)
+    view(mini).open("map").arrives("map", layer=layer, head=head)
+    view(mini).open("compare").arrives("compare", layer=layer, head=head, blayer=other_layer, bhead=other_head)
+    types = tables.type_table(data)["type"].to_numpy().reshape(-1, data.sizes["head"])
+    assert types[layer, head] != types[other_layer, other_head]
+
+
 # ---- the overview -------------------------------------------------------------------------------------------
 
 

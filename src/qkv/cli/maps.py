@@ -15,6 +15,7 @@ from qkv.cli.shared import Input, folder, print_line, read
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
+    from qkv.models.loading import Loaded
     from qkv.profiler.explore.attention_map import AttentionMap
     from qkv.statistics.maps import Picture
 
@@ -35,8 +36,8 @@ INPUT = FileInput()
 def head_map(
     given: Annotated[FileInput, tyro.conf.arg(name="")] = INPUT,
     *,
-    layer: Annotated[int, tyro.conf.arg(metavar="L")] = 0,
-    head: Annotated[int, tyro.conf.arg(metavar="H")] = 0,
+    layer: Annotated[int | None, tyro.conf.arg(metavar="L", help_behavior_hint="")] = None,
+    head: Annotated[int | None, tyro.conf.arg(metavar="H", help_behavior_hint="")] = None,
     rows: Annotated[str, tyro.conf.arg(metavar="A:B")] = ":",
     cols: Annotated[str, tyro.conf.arg(metavar="A:B")] = ":",
     pool: Literal["max", "mean", "both"] = "both",
@@ -53,19 +54,20 @@ def head_map(
     largest weight of the bin or the mean over its pairs, where masked pairs count as 0. Use --rows and --cols to draw a
     part of the map; up to 64 tokens a side are labelled. The time is proportional to the number of pairs drawn.
 
-    qkv map                                              (layer 0, head 0 of the small model that comes with qkv)
+    qkv map                                              (the most telling head of the small model that comes with qkv)
 
     qkv map minilm story.txt --layer 2 --head 5          (a head of a trained BERT on your own text)
 
-    qkv map minilm --text "The cat sat." --layer 2
+    qkv map minilm --text "The cat sat." --layer 2       (the most telling head of a layer)
 
     qkv map ./my-model book.txt --layer 7 --rows 40000:41000 --cols 0:1000 --out start.png
 
-    qkv map random-gpt2 --tokens 100000 --layer 0        (time and memory of a map of a long context)
+    qkv map random-gpt2 --tokens 100000 --layer 0 --head 0   (time and memory of a map of a long context)
 
     Args:
         given: Model and text.
-        layer: The layer, counted from 0.
+        layer: The layer, counted from 0. Without it or --head, the text is profiled first, and the most telling head
+            drawn: one of a clear type that is not a sink, whose weight is spread over several tokens (docs/view.md).
         head: The head, counted from 0.
         rows: Queries to draw: token positions A to B - 1, counted from 0. You may leave out A or B.
         cols: Keys to draw, in the same form.
@@ -98,6 +100,8 @@ def head_map(
         loaded, inputs = given.load(passage)
         options = {"layers": "--layer", "head": "--head", "group": "--group", "target": "--target"}
         with renamed(**options), spinner(f"running {loaded.name}"):
+            if layer is None or head is None:
+                layer, head = _telling(loaded, inputs, target, group, layer, head)
             found = maps.attention_map(
                 loaded.model, inputs, layer=layer, head=head, tokenizer=loaded.tokenizer, target=target, group=group,
                 name=loaded.name,
@@ -115,6 +119,23 @@ def head_map(
             numbers = out.with_suffix(".npz")
             write_atomically(numbers, _npz(found, picture))
             print_line("Data", numbers)
+
+
+def _telling(
+    loaded: Loaded, inputs: Any, target: str | None, group: str | None, layer: int | None, head: int | None
+) -> tuple[int, int]:
+    """The most telling head of the model on this text, or of one layer, or of one number in all layers."""
+    from qkv.profiler import run
+    from qkv.profiler.data.tables import telling_heads
+
+    layers = None if layer is None else [layer]
+    data = run.profile(
+        loaded.model, inputs, tokenizer=loaded.tokenizer, target=target, layers=layers, map_tokens=0, map_bins=0
+    ).group(group)
+    if head is not None:
+        data = data.sel(head=[head]) if head in data["head"] else data.isel(head=[0])
+    at, number = telling_heads(data)[0]
+    return int(data["layer"][at]), int(data["head"][number]) if head is None else head
 
 
 def _slice(option: str, text: str) -> slice:

@@ -80,7 +80,7 @@ export function validHead(state, page) {
   valid.group = within("group", page.groups.length, page.main, "kind of attention", "kinds of attention");
   const group = page.groups[valid.group];
   valid.text = within("text", group.texts.length, 0, "text", "texts");
-  const first = firstHead(group, group.texts[valid.text]);
+  const first = firstHead(group);
   valid.layer = within("layer", group.layers.length, first.layer, "layer", "layers");
   valid.head = within("head", group.heads.length, first.head, "head", "heads");
   return { state: valid, notes };

@@ -237,10 +237,11 @@ function headCurves({ group, view, curves, layer, head, width }) {
   return parts;
 }
 
-/** The head that is selected first: that of the first finding which names one. */
-export function firstHead(group, view) {
-  const step = view.findings.flatMap(({ steps }) => steps).find(({ layer }) => layer !== null);
-  return step ? { layer: group.layers.indexOf(step.layer), head: group.heads.indexOf(step.head) } : { layer: 0, head: 0 };
+/** The most telling head, which is selected first, or that of another type than the head `beside`; null if there is none. */
+export function firstHead({ telling, heads, types }, beside = null) {
+  const typeOf = (layer, head) => types.type[layer * heads.length + head];
+  const found = telling.find((at) => !beside || typeOf(...at) !== typeOf(beside.layer, beside.head));
+  return found ? { layer: found[0], head: found[1] } : null;
 }
 
 /** How similarities are defined, in words; `maps` as in the answer of the server. */

@@ -6,7 +6,7 @@ import { CellMap, chooser, curve, Drawn, keyOf, legend, paint, stack } from "./c
 import { destinationColour, looks } from "./colour.js";
 import { comparedName, comparedTable, MAX_EXACT, paintDifference, Side, signedColour, totalVariation } from "./compare_side.js";
 import { h, replace } from "./dom.js";
-import { headName, labelOf, meaningOf, mostSimilar, sharesOf, similarityMeaning, statisticsOf, textChoosers } from "./heads.js";
+import { firstHead, headName, labelOf, meaningOf, mostSimilar, sharesOf, similarityMeaning, statisticsOf, textChoosers } from "./heads.js";
 import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
 import { headChooser } from "./shell.js";
 
@@ -78,8 +78,8 @@ class Compare {
     if (signal.aborted) return null;
     const wanted = Object.fromEntries(PLACE.map((key) => [key, state[RIGHT[key]]]));
     if (wanted.source === undefined) {
-      const at = pick(state, PLACE), similar = await similarHead(left, at);
-      if (!signal.aborted) this.#goRight({ ...at, ...pick(similar ?? at, ["layer", "head"]) }, { replace: true });
+      const at = pick(state, PLACE), other = firstHead(left.page.groups[at.group], at) ?? (await similarHead(left, at)) ?? at;
+      if (!signal.aborted) this.#goRight({ ...at, ...pick(other, ["layer", "head"]) }, { replace: true });
       return null;
     }
     const find = () => app.session.sources.find(({ id }) => id === wanted.source);

@@ -53,7 +53,7 @@ function header() {
 function switches() {
   const change = (changes) => { Object.assign(state, changes); everything(); };
   const parts = textChoosers(PAGE.groups, state.group, state.text,
-    (to) => change({ group: to, text: Math.min(state.text, PAGE.groups[to].texts.length - 1), layer: 0, head: 0 }), (text) => change({ text }));
+    (to) => change({ group: to, text: Math.min(state.text, PAGE.groups[to].texts.length - 1), ...firstHead(PAGE.groups[to]) }), (text) => change({ text }));
   $("switches").hidden = !parts.length;
   replace($("switches"), ...parts);
 }
@@ -199,7 +199,7 @@ function trouble(error) {
 announceState(document.documentElement, () => !$("trouble").hidden);
 onUncaught(trouble);
 try {
-  Object.assign(state, firstHead(group(), view()));
+  Object.assign(state, firstHead(group()));
   themeButton($("theme"), () => { everything(); mapsSection.recolour(); });
   tooltips(document, $("tip"));
   counted(everything()).catch(trouble);

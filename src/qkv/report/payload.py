@@ -15,7 +15,7 @@ import pandas as pd
 from qkv.figures import layout
 from qkv.profiler.data import frames, sinks, tables
 from qkv.profiler.data.findings import Findings
-from qkv.profiler.data.tables import MIXED, ROLES, type_table
+from qkv.profiler.data.tables import MIXED, ROLES, telling_heads, type_table
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -69,6 +69,7 @@ def payload(profile: Profile, *, weights: bool = True) -> tuple[dict[str, Any], 
                 "heads": data["head"].values.tolist(),
                 "modules": data["module"].values.tolist(),
                 "texts": texts,
+                "telling": telling_heads(data),
                 **_of_heads(data),
                 "sink": _plain(pd.DataFrame([view["heads"]["sink"] for view in texts], dtype=float).mean().tolist()),
                 "sink_sentence": str(Findings(data, profile.attrs, name).sinks or ""),

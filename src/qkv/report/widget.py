@@ -65,15 +65,14 @@ class ProfileWidget(anywidget.AnyWidget):
         page, blobs = payload(profile)
         self._profile = profile
         self._maps: Explorer | StoredMaps = StoredMaps(profile)
-        data, found = profile.data, page["groups"][page["main"]]["texts"][0]["findings"]
-        steps = [step for one in found for step in one["steps"] if step["layer"] is not None]
-        layer, head = (steps[0]["layer"], steps[0]["head"]) if steps else (int(data["layer"][0]), int(data["head"][0]))
+        data, group = profile.data, page["groups"][page["main"]]
+        layer, head = (group[side][at] for side, at in zip(("layers", "heads"), group["telling"][0], strict=True))
         sizes = int(data["n_queries"][0]), int(data["n_keys"][0])
         super().__init__(
             _page=as_json(page),
             _packed=blobs,
             selection={
-                "group": profile.main, "text": 0, "layer": int(layer), "head": int(head),
+                "group": profile.main, "text": 0, "layer": layer, "head": head,
                 "query": None, "key": None, "queries": [0, sizes[0]], "keys": [0, sizes[1]],
             },
         )  # fmt: skip
