@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from qkv.cli.shared import folder, print_line
+from qkv.cli.shared import folder
+from qkv.cli.terminal import print_line
 from qkv.errors import InputError
 
 

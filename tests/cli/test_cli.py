@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -30,8 +31,11 @@ from conftest import Command, Terminal, refused
 from forked import Forked, view_without_end
 from fuzz.files.formats import GOLDEN as FORMATS
 from qkv._progress import bar, say, spinner
+from qkv.cli.profile import _show as show_profile
 from qkv.cli.shared import folder
+from qkv.cli.terminal import head_grid, show, table
 from qkv.models import DecoderConfig, DecoderLM, checkpoint, loading
+from qkv.profiler.data.findings import Findings
 
 pytest.importorskip("transformers", reason="loading models needs transformers")
 TABLE = tomllib.loads((Path(__file__).parent / "refusals.toml").read_text("utf-8"))
@@ -246,3 +250,60 @@ def test_bars_and_spinners_show_counts_notes_and_names_that_are_not_markup(monke
         "skipped [3] files",
     ):  # fmt: skip
         assert text in terminal.getvalue()
+
+
+# --- what commands print ----------------------------------------------------------------------------------------------
+
+
+def screen_of(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal of 80 columns as standard output."""
+    monkeypatch.setattr(sys, "stdout", made := Terminal())
+    for name, value in {"COLUMNS": "80", "TERM": "xterm-256color", "NO_COLOR": None}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    return made
+
+
+def test_a_command_is_one_line_in_a_terminal_and_in_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = screen_of(monkeypatch)
+    profile = qkv.profile("qkv-mini", "def add(a, b):\n    return a + b\n" * 2, progress=False)
+    profile.attrs |= {"model": "qkv-mini", "arguments": {"model": "qkv-mini", "text": "a long text " * 9}}
+    found = Findings(profile.data, profile.attrs)
+    steps = {step.command for step in (found.first_step, *(step for one in found.all for step in one.steps))}
+    show_profile(profile)
+    monkeypatch.undo()
+    show_profile(profile)
+    piped = capsys.readouterr().out
+    for text in (re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue()), piped):
+        said = {line.strip() for line in text.splitlines() if line.startswith("  qkv ")}
+        assert said
+        assert said <= steps
+    assert "\x1b[" in screen.getvalue()
+    assert "\x1b" not in piped
+    assert not re.search(r"[ \t]$", piped, re.MULTILINE)
+
+
+def test_a_narrow_terminal_leaves_columns_out_and_cuts_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = screen_of(monkeypatch)
+    rows = table(">head", *(f">column {n}" for n in "abcdefghijkl"))
+    rows.add_row("L0 · H0", *("1,234,567.89" for _ in range(12)))
+    show(rows)
+    text = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue())
+    assert set(re.findall(r"[\d,.…]{4,}", text)) == {"1,234,567.89"}
+    shown, left_out = text.split("not shown at this width")
+    assert all((f"column {n}" in shown) != (f"column {n}" in left_out) for n in "abcdefghijkl")
+
+
+def test_grid_of_heads_has_every_head_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen_of(monkeypatch)
+    kinds = ["self", "induction", "mixed", "first token", "local", "self"]
+    types = pd.DataFrame({"layer": [0, 0, 0, 1, 1, 1], "head": [0, 1, 2] * 2, "type": kinds})
+    for kind in {*kinds} - {"mixed"}:
+        types[kind] = types["type"] == kind
+    blocks = head_grid(types)
+    assert [str(line) for line in blocks[:2]] == ["  ▀▀▀▀"] * 2
+    pairs = [line.spans for line in blocks[:2]]
+    assert len({str(span.style) for line in pairs for span in line}) == 4
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert [str(line) for line in head_grid(types)[:3]] == ["  SF", "  IL", "  ·S"]

@@ -159,7 +159,7 @@ def test_generation_stops_at_the_end_tokens_of_the_configuration(llama: Path, tm
     folder = copied(llama, tmp_path / "copy", without=("generation_config.json",), eos_token_id=first)
     ran = command("generate", folder, PROMPT, "--greedy")
     assert ran.out == PROMPT + "\n"
-    assert ran.err.startswith("1 token · cache")
+    assert re.fullmatch(r"Text +1 token · cache [\d,]+ bytes · stopped at the end token\n", ran.err)
 
 
 def test_own_models_read_bytes_or_tokenizer_json(own: Path, tmp_path: Path) -> None:
@@ -221,7 +221,8 @@ def test_evicting_caches_generate_beyond_their_window(
     ran = command("generate", loaded.name, PROMPT, "--tokens", 70, "--greedy", "--cache", option)
     assert ran.out == PROMPT + shown(text) + "\n"
     size = f"{sizes.pop():,}"
-    assert re.match(rf"70 tokens · [\d.,]+ tokens/s · [\d.]+ ms per token · cache {size} bytes", ran.err)
+    said = rf"70 tokens · [\d.,]+ tokens/s · [\d.]+ ms per token · cache {size} bytes · stopped at --tokens 70\n"
+    assert re.search(said, ran.err)
 
 
 # --- prompts and models that are refused ------------------------------------------------------------------------------

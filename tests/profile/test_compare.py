@@ -158,7 +158,7 @@ def test_figure_and_command_show_the_most_changed_heads(capsys: pytest.CaptureFi
     layer, head = most["layer"].iloc[0], most["head"].iloc[0]
     assert axes[-1].get_yticklabels()[0].get_text() == f"L{layer} · H{head}"
     show(found, most=2)
-    assert f"{layer}.{head}" in capsys.readouterr().out
+    assert f"L{layer} · H{head}" in capsys.readouterr().out
 
 
 def test_command_compares_with_a_saved_profile(tmp_path: Path) -> None:

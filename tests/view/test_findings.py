@@ -33,8 +33,7 @@ def test_numbers_of_the_findings_are_those_of_the_tables(mini: qkv.Profile, bert
         assert profile.findings()[0].value == f"{above} of {len(sinks)}"
         assert trend["heads"].iloc[0] == above
         assert by_label["heads have one clear type"].value == f"{(types != 'mixed').sum()} of {len(types)}"
-        rows = Findings(profile.data).by_type()
-        assert {row[0]: row[1] for row in rows} == types.value_counts().to_dict()
+        assert Findings(profile.data).kinds == types.value_counts().to_dict()
 
 
 def test_trend_splits_the_text_into_ranges_whose_mean_is_that_of_the_text(mini: qkv.Profile) -> None:
@@ -73,7 +72,7 @@ def test_massive_activations_are_pairs_of_a_token_and_a_dimension() -> None:
     assert kept("chat")["residual"]["massive"].count(1) == 17, "the same pair, at 17 depths"
     said = massive_sentence(residual("chat"), np.array([kept("chat")["tokens"]]))
     assert said.startswith(
-        "1 massive activation: '<|im_start|>' at position 0 in dimension 507, at depths 12–28, up to "
+        "1 massive activation: “<|im_start|>” at position 0 in dimension 507, at depths 12–28, up to "
     )
     said = massive_sentence(residual("text"))
     assert said.startswith("2 massive activations: the token at position 0 in dimension 507, at depths 12–28, up to ")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from qkv.cli.shared import folder, print_line, read, table
+from qkv.cli.shared import folder, read
+from qkv.cli.terminal import print_line, show, table
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,7 +67,6 @@ def check(
 
 def _list() -> None:
     """Print the exercises, with what an answer defines."""
-    from rich.console import Console
     from rich.text import Text
 
     from qkv_lab.lessons.exercises import exercises
@@ -76,10 +76,9 @@ def _list() -> None:
     rows.columns[0].no_wrap = rows.columns[2].no_wrap = True
     for one in exercises().values():
         rows.add_row(one.name, Text(one.signature), one.lab)
-    console = Console(highlight=False)
-    console.print(rows)
-    console.print("usage: qkv check EXERCISE           (the code to start from)", markup=False)
-    console.print("       qkv check EXERCISE FILE.py   (check the answer in a file)", markup=False)
+    show(rows)
+    show("usage: qkv check EXERCISE           (the code to start from)")
+    show("       qkv check EXERCISE FILE.py   (check the answer in a file)")
 
 
 def _check(one: Exercise, file: Path, out: Path, seconds: float) -> bool:

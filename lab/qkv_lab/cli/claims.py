@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from qkv.cli.shared import table
+from qkv.cli.terminal import show, table
 from qkv.errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -88,40 +88,36 @@ def numbers(ids: Iterable[str], every: Collection[str]) -> tuple[str, ...]:
 
 def count(entries: Sequence[Mapping[str, Any]]) -> None:
     """Print the number of verdicts of each kind, by source."""
-    from rich.console import Console
-
     rows = table("source", *(f">{word}" for word in (*KINDS.values(), "all")))
     for source in (*dict.fromkeys(one["source"] for one in entries), None):
         numbers = Counter(one["verdict"] for one in entries if source in (None, one["source"]))
         cells = (*(str(numbers[kind]) for kind in KINDS), str(numbers.total()))
         rows.add_row(source or "all", *cells, end_section=source is None)
-    Console(highlight=False).print(rows)
+    show(rows)
 
 
 def print_claims(entries: Iterable[Mapping[str, Any]]) -> None:
     """Print each claim with its verdict and evidence; a verdict is None if the check of the claim failed."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
     for one in entries:
-        console.print(Text.assemble((one["claim"], "bold"), (f"  {one['source']}, {one['section']}", "dim")))
-        console.print(Text(one["text"], "italic"))
+        show(Text.assemble((one["claim"], "bold"), (f"  {one['source']}, {one['section']}", "dim")))
+        show(Text(one["text"], "italic"))
         if one["verdict"] is None:
-            console.print(Text(f"{one['state']}: {one['because']}\n", "red"))
+            show(Text(f"{one['state']}: {one['because']}\n", "red"))
             continue
-        console.print(Text.assemble(word(one["verdict"]), "  ", one["because"]))
+        show(Text.assemble(word(one["verdict"]), "  ", one["because"]))
         if one["models"]:
             rows = table("model", "text", "verdict", "measured")
             for row in one["models"]:
                 rows.add_row(row["model"].replace("`", ""), row["length"], word(row["kind"]), row["number"])
-            console.print(rows)
+            show(rows)
         for evidence in one["evidence"]:
-            console.print(Text(f"{evidence['summary']} Repeat it: {evidence['command']}", "dim"))
+            show(Text(f"{evidence['summary']} Repeat it: {evidence['command']}", "dim"))
         read = [_plain(link) for link in one["links"] if not link.startswith(("[experiment ", "[study of "))]
         if read:
-            console.print(Text(f"See {', '.join(read)}", "dim"))
-        console.print()
+            show(Text(f"See {', '.join(read)}", "dim"))
+        show("")
 
 
 def word(kind: str) -> Text:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from qkv.cli.shared import table
+from qkv.cli.terminal import print_line, show, table
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def experiment(
 
 def _list() -> None:
     """Print the names of all experiments, their questions and the claims that they test."""
-    from rich.console import Console
     from rich.text import Text
 
     from qkv_lab import experiments
@@ -85,10 +84,9 @@ def _list() -> None:
             seconds = experiments.cost(name)
             label = Text.assemble(name, (f"\n{_duration(seconds)}", "dim") if seconds else "")
             rows.add_row(label, Text(found.question), Text(", ".join(found.claims)))
-    console = Console(highlight=False)
-    console.print(rows)
-    console.print("Below a name: the processor time of the results that come with qkv.", markup=False)
-    console.print("usage: qkv experiment NAME … [--quick] [--seeds N] [--jobs N] [--out DIR]", markup=False)
+    show(rows)
+    show("Below a name: the processor time of the results that come with qkv.")
+    show("usage: qkv experiment NAME … [--quick] [--seeds N] [--jobs N] [--out DIR]")
 
 
 def _duration(seconds: float) -> str:
@@ -105,13 +103,11 @@ def _duration(seconds: float) -> str:
 
 def _show(name: str, result: Result) -> None:
     """Print the verdicts and the names of the files."""
-    from rich.console import Console
     from rich.text import Text
 
     rows = table("claim", "verdict", "because", title=name)
     for verdict in result.verdicts:
         rows.add_row(Text(verdict.claim, no_wrap=True), Text(verdict.holds), Text(verdict.text))
-    console = Console(highlight=False)
-    console.print(rows)
-    console.print(f"\nNumbers  {result.json_path}", markup=False, soft_wrap=True)
-    console.print(f"Figure   {result.figure_path}\n", markup=False, soft_wrap=True)
+    show(rows)
+    print_line("Numbers", result.json_path)
+    print_line("Figure", result.figure_path)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from qkv.cli.shared import folder, print_line
+from qkv.cli.shared import folder
+from qkv.cli.terminal import print_line, show, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,24 +67,17 @@ def lab(
 
 def _list() -> None:
     """Print the names of all labs and chapters, what they are about, and how long they take."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from qkv_lab.lessons.catalog import LESSONS, PARTS
 
-    console = Console(highlight=False)
     for part, heading in PARTS.items():
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=heading, title_justify="left", title_style="bold")
-        table.add_column("name", style="cyan", no_wrap=True, min_width=14)
-        table.add_column("about")
-        table.add_column("minutes", justify="right")
+        rows = table("name", "about", ">minutes", title=heading)
+        rows.columns[0].style, rows.columns[0].no_wrap, rows.columns[0].min_width = "cyan", True, 14
         for one in LESSONS:
             if one.part == part:
-                table.add_row(one.name, one.about, str(one.minutes))
-        console.print(table)
-    console.print("Minutes are those of a reader who writes the answers. Everything runs offline, on one core.")
-    console.print("usage: qkv lab NAME … [--notebook] [--out DIR], and qkv check for the exercises", markup=False)
+                rows.add_row(one.name, one.about, str(one.minutes))
+        show(rows)
+    show("Minutes are those of a reader who writes the answers. Everything runs offline, on one core.")
+    show("usage: qkv lab NAME … [--notebook] [--out DIR], and qkv check for the exercises")
 
 
 def _write_notebook(one: Lesson, out: Path) -> None:

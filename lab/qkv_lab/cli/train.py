@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from qkv.cli.terminal import print_files, print_line, show, table
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -135,55 +136,38 @@ def _about(task: type[Task]) -> str:
 
 def _list() -> None:
     """Print the tasks and some examples."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from qkv_lab.tasks import names, task_class
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
+    rows = table("task", "about")
+    rows.columns[0].style, rows.columns[0].no_wrap = "bold", True
     for name in names():
         try:
             about = _about(task_class(name)).partition("\n")[0]
         except InputError as error:  # a broken entry point of an installed package
             about = str(error)
-        table.add_row(name, Text(about))
-    console = Console(highlight=False)
-    console.print("usage: qkv train TASK [--config FILE] [--out DIR] [OPTIONS]\n", markup=False)
-    console.print(table)
-    console.print(f"\n{EXAMPLES}", markup=False, soft_wrap=True)
+        rows.add_row(name, about)
+    show("usage: qkv train TASK [--config FILE] [--out DIR] [OPTIONS]\n", rows)
+    print(EXAMPLES)
 
 
 def _show(task: Task, trained: Trained) -> None:
     """Print the final metrics and the names of the files."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from qkv_lab.log import scalars
     from qkv_lab.loop import FIGURES, MODEL
     from qkv_lab.settings import RUN
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"{task.name} at step {trained.metrics[-1]['step']:,}", no_wrap=True)
-    table.add_column("", justify="right")
+    rows = table(f"{task.name} at step {trained.metrics[-1]['step']:,}", ">")
     for found in (trained.evaluation, trained.check):
         for name, value in scalars(found):
-            table.add_row(name, f"{value:.4g}")
-        table.add_section()
+            rows.add_row(name, f"{value:.4g}")
+        rows.add_section()
+    show(rows)
     model = trained.folder / MODEL
     named = shlex.quote(str(model))
+    print_line("Model", f"{model}   (qkv.models.load)", main=True)
+    print_files(sorted((trained.folder / FIGURES).glob("*.png")))
+    print_line("Settings", trained.folder / RUN)
+    print_line("Next", f"qkv profile {named}")
     examples = {"language": '"def "', "translation": '"the black cat"'}
-    hints = [f"qkv profile {named}"]
-    hints += [f"qkv generate {named} {examples[task.name]}"] if task.name in examples else []
-    figures = ", ".join(p.name for p in sorted((trained.folder / FIGURES).glob("*.png")))
-    console = Console(highlight=False)
-    console.print(table)
-    for line in (
-        f"Model     {model}   (qkv.models.load)",
-        f"Figures   {trained.folder / FIGURES}: {figures}",
-        f"Settings  {trained.folder / RUN}",
-        *(["", *hints] if hints else []),
-    ):
-        console.print(line, markup=False, soft_wrap=True)
+    if task.name in examples:
+        print_line("Next", f"qkv generate {named} {examples[task.name]}")

@@ -16,7 +16,8 @@ import tyro
 import qkv
 from qkv._packages import explain, lab_is_missing
 from qkv.cli import ablate, evict, flow, generate, maps, profile, survey, view
-from qkv.cli.shared import discard_output, show_menu
+from qkv.cli.shared import discard_output
+from qkv.cli.terminal import show_menu
 from qkv.errors import InputError, nearest
 from qkv.native import described
 

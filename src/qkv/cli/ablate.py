@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from qkv.cli.shared import INPUT, Input, folder, numbers, table
+from qkv.cli.shared import INPUT, Input, folder, numbers
+from qkv.cli.terminal import print_files, show, table
 
 if TYPE_CHECKING:
     from qkv.profiler.analyses.ablation import Ablation
@@ -59,22 +60,22 @@ def ablate(
         files = found.save(out)
         files.append(out / "ablation.png")
         save_figure(ablation_figure(found), files[-1])
-        print("\n".join(map(str, files)))
+        print_files(files)
 
 
 def _show(found: Ablation) -> None:
     """Print the heads that matter most."""
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console()
+    from qkv.profiler.data.findings import head_name
+    from qkv.profiler.data.frames import signed
+
     attrs = found.attrs
-    head = f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {found.nats:.3f} nats a token"
-    console.print(head, style="bold", highlight=False, markup=False)
-    rows = table(">layer", ">head", ">loss, nats", ">increase")
-    for row in found.table.sort_values("delta_nats", ascending=False, kind="stable").head(MOST).itertuples():
-        rows.add_row(str(row.layer), str(row.head), f"{row.nats:.3f}", f"{row.delta_nats:+.3f}")
-    console.print(rows)
+    rows = table(">head", ">loss, nats", ">increase")
+    for _, row in found.table.sort_values("delta_nats", ascending=False, kind="stable").head(MOST).iterrows():
+        rows.add_row(head_name(row), f"{row['nats']:.3f}", signed(row["delta_nats"]))
+    show(Text(f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {found.nats:.3f} nats a token", "bold"), rows)
     worst = found.layers.loc[found.layers["delta_nats"].idxmax()]
-    heads, layer, rise = len(found.table), int(worst["layer"]), worst["delta_nats"]
-    said = f"All {heads:,} heads of these layers at once: {found.all_nats - found.nats:+.3f} nats. "
-    console.print(f"{said}All heads of one layer: at most {rise:+.3f}, of layer {layer}.", highlight=False)
+    heads, layer, rise = len(found.table), int(worst["layer"]), signed(worst["delta_nats"])
+    said = f"All {heads:,} heads of these layers at once: {signed(found.all_nats - found.nats)} nats. "
+    show(f"{said}All heads of one layer: at most {rise}, of layer {layer}.")

@@ -11,7 +11,8 @@ import tyro
 from tyro.conf import Positional, arg
 
 from qkv._files import write_atomically
-from qkv.cli.shared import Input, folder, numbers, table
+from qkv.cli.shared import Input, folder, numbers
+from qkv.cli.terminal import print_files, show, table
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -122,18 +123,16 @@ def evict(
         for name, figure in figures.items():
             save_figure(figure, out / name)
             files.append(out / name)
-        print("\n".join(map(str, files)))
+        print_files(files)
 
 
 def _show_needle(found: pd.DataFrame) -> None:
     """Print a row for each policy and budget."""
-    from rich.console import Console
-
     rows = table("policy", ">keys", ">loss of the answer, nats", ">right", title=TITLE.format(**found.attrs))
     for (policy, budget), facts in found.groupby(["policy", "budget"], sort=False, dropna=False):
         keys = "all" if policy == "full" else f"{budget:,}"
         rows.add_row(policy, keys, f"{facts['nats'].mean():.2f}", f"{facts['right'].sum()} of {len(facts)}")
-    Console().print(rows)
+    show(rows)
 
 
 def library(tokenizer: Any, other: Any) -> Any:
@@ -149,7 +148,7 @@ def library(tokenizer: Any, other: Any) -> Any:
 
 def _show(found: Eviction) -> None:
     """Print a row for each policy and budget."""
-    from rich.console import Console
+    from qkv.profiler.data.frames import percent, signed
 
     loss, several = found.loss, found.attrs["texts"] > 1
     measured = () if loss is None else (">loss,\nnats", ">increase" + "\n± 95 %" * several, ">ms a\ntoken", ">MB")
@@ -157,15 +156,19 @@ def _show(found: Eviction) -> None:
     rows = table("policy", ">keys", ">attention\nlost", *measured, title=title)
     lost = {} if loss is None else {("full", None): 0.0}
     lost |= found.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().to_dict()
+    nothing = sorted({budget for (_, budget), share in lost.items() if budget and share == 0})
     for at, ((policy, budget), share) in enumerate(lost.items()):
-        cells = [policy, f"{budget:,}" if budget else "all", f"{share:.1%}"]
+        if budget in nothing:
+            continue
+        cells = [policy, f"{budget:,}" if budget else "all", percent(share)]
         if loss is not None:
             row = loss.iloc[at]
-            rise = f"{row['delta_nats']:+.3f}" + f" ± {row['high'] - row['delta_nats']:.3f}" * several
+            rise = signed(row["delta_nats"]) + f" ± {row['high'] - row['delta_nats']:.3f}" * several
             cost = [f"{1e3 * row['seconds']:.1f}", f"{row['bytes'] / 1e6:.1f}"] if row["seconds"] > 0 else ["–", "–"]
             cells += [f"{row['nats']:.3f}", rise if at else "", *cost]
         rows.add_row(*cells)
-    console = Console()
-    console.print(rows)
+    show(rows)
+    if nothing:
+        show(f"A cache of {' or '.join(map(str, nothing))} keys evicts nothing here: not shown.")
     if loss is not None and not several:
-        console.print("One text gives no interval: pass several, or none, which reads files of the standard library.")
+        show("One text gives no interval: pass several, or none, which reads files of the standard library.")

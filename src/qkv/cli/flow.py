@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from qkv._files import write_atomically
 from qkv._progress import bar
-from qkv.cli.shared import INPUT, Input, folder, print_line, table
+from qkv.cli.shared import INPUT, Input, folder
+from qkv.cli.terminal import print_line, show, table, token_name
 from qkv.errors import renamed
 
 if TYPE_CHECKING:
@@ -54,15 +55,12 @@ def flow(
         group: For an encoder-decoder: trace the encoder or the decoder.
         out: Folder for the results. It is created if it does not exist.
     """
-    from rich.console import Console
-
     from qkv.figures.analyses import flow_figure
     from qkv.figures.layout import save_figure
     from qkv.profiler.analyses.flow import rollout
 
     backward, forward = from_ if from_ or to else (-1,), to
     passage = given.passage()
-    console = Console()
     with folder(out):
         loaded, inputs = given.load(passage)
         tables = []
@@ -78,7 +76,7 @@ def flow(
             for index, position in enumerate(found["chosen_position"].values[0]):
                 path = out / f"flow-{direction}-{position}.png"
                 save_figure(flow_figure(found, index), path)
-                _show(console, found, index)
+                _show(found, index)
                 print_line("Figure", path)
             tables.append(_table(found, direction))
         import pandas as pd
@@ -104,7 +102,7 @@ def _table(found: xr.DataArray, direction: str) -> pd.DataFrame:
     return table[columns]
 
 
-def _show(console: Any, found: xr.DataArray, index: int, most: int = 8) -> None:
+def _show(found: xr.DataArray, index: int, most: int = 8) -> None:
     """Print the tokens with the largest shares of one chosen token."""
     import numpy as np
     from rich.text import Text
@@ -120,19 +118,15 @@ def _show(console: Any, found: xr.DataArray, index: int, most: int = 8) -> None:
         if backward
         else "Share of {} (token {:,}) in the final states"
     )
-    console.print(Text(title.format(_readable(name), at), style="bold"), soft_wrap=True)
+    show(Text(title.format(token_name(name), at), "bold"))
     rows = table("token", ">position", ">share")
     largest = [token for token in share.argsort(kind="stable")[::-1][:most] if share[token] >= LEAST]
     for token in largest:
-        rows.add_row(Text(_readable(str(names[token]))), f"{token:,}", percent(float(share[token])))
+        rows.add_row(token_name(str(names[token])), f"{token:,}", percent(float(share[token])))
     others = np.delete(share, largest)
     others = others[others > 0]
     if len(others):
         rows.add_row(Text(f"{len(others):,} other tokens together", "dim"), "", percent(float(others.sum())))
-    console.print(rows)
+    show(rows)
     if backward and at and share[0] > MOST:
-        console.print(Text(TO_THE_FIRST.format(found.sizes["depth"] - 1)))
-
-
-def _readable(token: str) -> str:
-    return f"“{token}”" if token.isprintable() else repr(token)
+        show(TO_THE_FIRST.format(found.sizes["depth"] - 1))

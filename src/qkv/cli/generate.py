@@ -17,7 +17,8 @@ import tyro
 from qkv._files import write_atomically
 from qkv._packages import from_lab
 from qkv._progress import spinner
-from qkv.cli.shared import PROFILE, Input, discard_output, folder, table
+from qkv.cli.shared import PROFILE, Input, discard_output, folder
+from qkv.cli.terminal import print_files, print_line, show, table
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
@@ -100,8 +101,6 @@ def generate(
             text, the question, and what the template writes after it) and the answer itself. It needs the full cache.
         out: Folder for the results of --profile.
     """
-    from rich.console import Console
-
     from qkv.models.generation import Sampler, text_stream
     from qkv.models.loading import is_translator, load_text_model
 
@@ -120,7 +119,6 @@ def generate(
         print(" ".join(from_lab("qkv.lab", "qkv_lab", "translate")(given.model, text).target))
         return
     seed = secrets.randbelow(2**32) if seed is None else seed
-    console = Console(stderr=True, highlight=False)
     with spinner(f"loading {given.model}"):
         loaded = load_text_model(given.model, dtype=given.dtype)
         with renamed(question="--chat"):
@@ -152,9 +150,8 @@ def generate(
     notes = _costs(state, len(ids), before, seconds)
     if sampling.temperature:
         notes.append(f"seed {seed}")
-    if most < tokens and state.seen == loaded.model.config.context:
-        notes.append(f"stopped at the model's last position, after {loaded.model.config.context:,} tokens")
-    console.print(f"[dim]{' · '.join(notes)}[/dim]", soft_wrap=True)
+    notes.append(_ending(new, after.decode(new), stop, most, tokens))
+    print_line("Answer" if given.chat else "Text", " · ".join(notes), error=True)
     if profile and new:
         with folder(out):
             _profile(loaded, [*ids, *new], len(ids), given.chat, out)
@@ -163,7 +160,6 @@ def generate(
 def _profile(loaded: TextModel, ids: list[int], prompt: int, question: str | None, out: Path) -> None:
     """Print the shares of the parts of the text, and write tables, a figure, a report and the profile."""
     import torch
-    from rich.console import Console
 
     from qkv.figures.analyses import answer_figure
     from qkv.figures.layout import save_figure
@@ -181,7 +177,7 @@ def _profile(loaded: TextModel, ids: list[int], prompt: int, question: str | Non
         rows.add_row(
             str(part["part"].values), percent(float(part.mean())), percent(float(part.max())), f"L{layer} · H{head}"
         )
-    Console(stderr=True).print(rows)
+    show(rows, error=True)
     save_figure(answer_figure(shares, names, loaded.name), out / "answer.png")
     by_token = shares.mean(("layer", "head")).to_dataframe("share").reset_index()
     by_token.insert(2, "name", [names[at - prompt] for at in by_token["token"]])
@@ -190,7 +186,17 @@ def _profile(loaded: TextModel, ids: list[int], prompt: int, question: str | Non
     found = run.profile(loaded.model, text, tokenizer=tokenizer, probe=False)
     found.attrs["model"] = loaded.name
     found.save(out / PROFILE)
-    print(f"Report   {found.report(out / 'report.html')}", file=sys.stderr)
+    print_line("Report", found.report(out / "report.html"), main=True, error=True)
+    print_files([out / name for name in (PROFILE, "heads.csv", "tokens.csv", "answer.png")], error=True)
+
+
+def _ending(new: list[int], text: str, stop: tuple[str, ...], most: int, tokens: int) -> str:
+    """Why the text ends where it does."""
+    if found := [one for one in stop if one in text]:
+        return f"stopped before {found[0]!r}"
+    if len(new) < most:
+        return "stopped at the end token"
+    return f"stopped at --tokens {tokens}" if most == tokens else "stopped at the model's last position"
 
 
 def _most_tokens(model: DecoderLM, prompt: int, tokens: int) -> int:

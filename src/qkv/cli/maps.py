@@ -11,7 +11,8 @@ import tyro
 
 from qkv._files import write_atomically
 from qkv._progress import bar, spinner
-from qkv.cli.shared import Input, folder, print_line, read
+from qkv.cli.shared import Input, folder, read
+from qkv.cli.terminal import print_line, show
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
@@ -79,8 +80,6 @@ def head_map(
         data: Also write the numbers to a file of the same name that ends in .npz: the arrays maximum, mean, visible
             (the share of unmasked pairs in each bin), row_edges and column_edges (the edges of the bins).
     """
-    from rich.console import Console
-
     from qkv.figures.layout import save_figure
     from qkv.figures.map import map_figure, sentence
     from qkv.profiler.explore import attention_map as maps
@@ -113,7 +112,7 @@ def head_map(
         with bar("drawing", "queries", queries.stop - queries.start) as on_rows:
             picture = found.picture(queries, keys, size, on_rows=on_rows)
         save_figure(map_figure(found, picture, pool=pool), out)
-        Console().print(sentence(found, picture), highlight=False, markup=False)
+        show(sentence(found, picture))
         print_line("Map", out, main=True)
         if data:
             numbers = out.with_suffix(".npz")

@@ -12,23 +12,11 @@ import tyro
 
 from qkv._files import write_atomically
 from qkv._progress import bar, spinner
-from qkv.cli.shared import (
-    INPUT,
-    PROFILE,
-    Input,
-    folder,
-    numbers,
-    print_line,
-    saved_profile,
-    statistics_of,
-    table,
-    token_table,
-)
+from qkv.cli.shared import INPUT, PROFILE, Input, folder, numbers, saved_profile, statistics_of
+from qkv.cli.terminal import Laps, head_grid, print_files, print_line, show, table, token_name
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from qkv.models.loading import Loaded
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.data.findings import Findings
@@ -37,19 +25,15 @@ if TYPE_CHECKING:
 
 def show_comparison(comparison: Comparison, most: int = 10) -> None:
     """Print a summary and the heads that changed most."""
-    from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
 
-    console = Console()
     for group in comparison.groups:
-        names = " → ".join(escape(_profile_name(p)) for p in (comparison.a, comparison.b))
+        names = " → ".join(_profile_name(p) for p in (comparison.a, comparison.b))
         kind = "" if len(comparison.groups) == 1 else f"{group} · "
-        console.print(f"\n[bold]{kind}{names}[/bold]", highlight=False)
-        for sentence in comparison.summary(group):
-            console.print(sentence, highlight=False, markup=False)
+        show(Text(f"\n{kind}{names}", "bold"), *comparison.summary(group))
         heads = comparison.heads(group)
         if heads["change"].any():
-            console.print(_changes_table(heads.sort_values("change", ascending=False, kind="stable").head(most)))
+            show(_changes_table(heads.sort_values("change", ascending=False, kind="stable").head(most)))
 
 
 def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
@@ -76,15 +60,16 @@ def _profile_name(profile: Profile) -> str:
 def _changes_table(heads: Any) -> Any:
     from rich.text import Text
 
-    columns = "head", ">moved", "attended to", "now attends to", ">first token", ">entropy, nats"
+    from qkv.profiler.data.findings import head_name
+    from qkv.profiler.data.frames import percent, signed
+
+    columns = ">head", ">moved", "attended to", "now attends to", ">first token", ">entropy, nats"
     found = table(*columns, title="Most changed heads")
-    for column in found.columns:
-        column.no_wrap = True
-    for row in heads.itertuples():
+    for _, row in heads.iterrows():
         found.add_row(
-            f"{row.layer}.{row.head}", f"{row.change:.1%}", Text(row.goes_to_a),
-            Text(row.goes_to_b, style="bold" if row.moved else ""),
-            f"{100 * row.sink_difference:+.1f} %", f"{row.entropy_difference:+.2f}",
+            head_name(row), percent(row["change"]), Text(row["goes_to_a"]),
+            Text(row["goes_to_b"], style="bold" if row["moved"] else ""),
+            f"{signed(100 * row['sink_difference'], 1)} %", signed(row["entropy_difference"], 2),
         )  # fmt: skip
     return found
 
@@ -195,22 +180,29 @@ def profile(
         made.attrs |= {"model": loaded.name, "command": shlex.join(["qkv", *sys.argv[1:]])}
         return made
 
+    laps = Laps()
     with folder(out):
         other = None if against is None else saved_profile(against, "--against")
-        loaded, inputs = given.load(passage)
-        result = profiled(loaded, inputs)
+        with laps("loading"):
+            loaded, inputs = given.load(passage)
+        with laps("measuring"):
+            result = profiled(loaded, inputs)
         result.attrs["arguments"] = given.arguments(passage, out, target)
         comparison = None
         if against is not None:
-            comparison = (other or profiled(*given.load(passage, model=against))).compare(result)
+            with laps("comparing"):
+                comparison = (other or profiled(*given.load(passage, model=against))).compare(result)
         mixed = [] if perturb is None else write_mixing(loaded, inputs, perturb, out)
         _show(result)
         if comparison is not None:
             show_comparison(comparison)
-        files = _figures(result, out)
-        if comparison is not None:
-            files += write_comparison(comparison, out)
-        _write(result, out, [*files, *mixed])
+        with laps("drawing"):
+            files = _figures(result, out)
+            if comparison is not None:
+                files += write_comparison(comparison, out)
+        with laps("writing"):
+            _write(result, out, [*files, *mixed])
+        print_line("Time", str(laps))
 
 
 def _figures(result: Profile, out: Path) -> list[Path]:
@@ -224,57 +216,52 @@ def _figures(result: Profile, out: Path) -> list[Path]:
 
 
 def _write(result: Profile, out: Path, files: list[Path]) -> None:
-
     with spinner("writing the report"):
         data = result.save(out / PROFILE)
         heads = result.export(out / "heads.csv")
         report = result.report(out / "report.html")
     print_line("Report", report, main=True)
-    print_line("Data", f"{data}   (qkv.Profile.load)")
-    print_line("Heads", heads)
-    print_line("More", ", ".join(f.name for f in files))
+    print_files([data, heads, *files])
 
 
 def _show(result: Profile) -> None:
-    """Print a summary of every group: its findings with their next steps, its heads by type, and its tokens."""
-    from rich.console import Console
+    """Print a summary of every group: the types of its heads, its findings, the next steps, and its tokens."""
+    from rich.text import Text
 
     from qkv.profiler.data.findings import Findings
+    from qkv.profiler.data.frames import percent
 
-    console = Console(highlight=False)
     for group, data in result.groups.items():
         found = Findings(data, result.attrs, group)
-        console.print(f"\n[bold]{_title(result, group)}[/bold]")
-        console.print(found.headline, markup=False)
-        console.print(_findings_table(found))
-        console.print(_type_table(found))
-        console.print(token_table(result.tokens(8, group)))
+        show(Text(f"\n{_title(result, group)}", "bold"), found.headline, "", *head_grid(found.types), "")
+        show(_findings_table(found))
+        tokens = [f"{token_name(row.token)} {percent(row.share)}" for row in result.tokens(5, group).itertuples()]
+        show(f"Most attended tokens: {', '.join(tokens)}.")
         if group == result.main:
-            _show_states(console, result)
+            _show_states(result)
+        for purpose, command in _next_steps(found).items():
+            show(Text(f"To {purpose}:", "dim"), Text(f"  {command}", "cyan", no_wrap=True))
 
 
-def _show_states(console: Console, result: Profile) -> None:
+def _show_states(result: Profile) -> None:
     """One line for each stack of layers: its massive activations."""
     from qkv.profiler.data.sinks import massive_sentence
 
     tokens = [data["key_token"].values for data in result.groups.values()]
     for stack, data in result.residual.items():
         names = next((x for x in tokens if x.shape[1] == data.sizes["token"]), None)
-        console.print(f"States of {stack}: {massive_sentence(data, names)}", markup=False)
+        show(f"States of {stack}: {massive_sentence(data, names)}.")
 
 
 def _title(result: Profile, group: str) -> str:
-    from rich.markup import escape
-
     from qkv.profiler.data.frames import size_of
 
     kind = "" if len(result.groups) == 1 else f"{group} · "
-    sizes = size_of(result.groups[group])
-    return f"{kind}{escape(result.attrs['model'])} · {sizes} · {result.attrs['seconds']:.1f} s"
+    return f"{kind}{result.attrs['model']} · {size_of(result.groups[group])}"
 
 
 def _findings_table(found: Findings) -> Any:
-    """A row for each finding: its number, its meaning with a detail, and the commands that look closer."""
+    """A row for each finding: its number and its meaning. Details are in the report."""
     from rich.table import Table
     from rich.text import Text
 
@@ -282,17 +269,12 @@ def _findings_table(found: Findings) -> Any:
     table.add_column(style="bold", justify="right", no_wrap=True)
     table.add_column()
     for one in found.all:
-        lines = [Text(f"{one.label}."), Text(one.detail, "dim")]
-        lines += [Text.assemble((f"  {step.purpose}: ", "dim"), (step.command, "cyan")) for step in one.steps]
-        table.add_row(Text(one.value), Text("\n").join(lines))
+        table.add_row(Text(one.value), Text(f"{one.label}."))
     return table
 
 
-def _type_table(found: Findings) -> Any:
-    """A row for each type of head, with its strongest heads."""
-    rows = table("type", ">heads", "if its score is", "strongest: layer.head (score)", title="Heads by type")
-    rows.columns[0].no_wrap, rows.columns[2].style = True, "dim"
-    for kind, number, threshold, best in found.by_type():
-        strongest = " · ".join(f"{head} ({score:.2f})" for head, score in best)
-        rows.add_row(kind, f"{number:,}", threshold, strongest)
-    return rows
+def _next_steps(found: Findings) -> dict[str, str]:
+    """The commands that look closer, by their purpose: one of each kind."""
+    steps = {step.command.split()[1]: step for one in reversed(found.all) for step in one.steps}
+    steps["map"] = found.first_step
+    return {step.purpose: step.command for step in steps.values()}

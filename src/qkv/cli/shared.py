@@ -1,4 +1,4 @@
-"""What commands share: files, inputs, lines in the terminal, and the menu."""
+"""What commands share: files and inputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from qkv._untrusted import allow, read_bytes
 from qkv.errors import InputError, first_line, refusing, renamed
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from rich.table import Table
-
     from qkv.models.loading import Loaded
     from qkv.profiler.profiles import Profile
     from qkv.statistics import Statistic
@@ -223,85 +220,3 @@ class Input:
 
 
 INPUT = Input()
-
-
-def print_line(label: str, text: str | Path, *, main: bool = False) -> None:
-    """Print a label and a text that is never wrapped, so that paths can be copied; dim, unless it is the `main` one."""
-    from rich.console import Console
-    from rich.text import Text
-
-    label = f"{label:<8} "
-    line = Text.assemble((label, "bold"), str(text)) if main else Text(f"{label}{text}", "dim")
-    Console(highlight=False).print(line, soft_wrap=True)
-
-
-def table(*columns: str, title: str | None = None) -> Table:
-    """An empty table; a column whose name begins with ">" is aligned to the right."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for name in columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
-    return made
-
-
-def token_table(tokens: pd.DataFrame) -> Table:
-    """The tokens that receive most attention, from `Profile.tokens` or `Survey.tokens`."""
-    from rich.text import Text
-
-    from qkv.profiler.data.frames import percent
-
-    columns = "token", ">of all attention", ">× its share of the text", ">count"
-    rows = table(*columns, title="Most attended tokens")
-    for row in tokens.itertuples():
-        name = row.token if row.token.strip() and row.token.isprintable() else repr(row.token)
-        if not row.token and "id" in tokens:
-            name = f"token {row.id}"  # a survey names only some
-        rows.add_row(Text(name), percent(row.share), f"{row.lift:.1f}", f"{row.count:,}")
-    return rows
-
-
-MENU: dict[str, dict[str, str]] = {
-    "Look at a model": {
-        "qkv profile": "measure where every head attends, and write a report",
-        "qkv view": "explore the heads of a model, or a saved profile, in your browser",
-        "qkv map --layer 1 --head 2": "draw one head, query by key, at any zoom",
-        "qkv flow": "trace which tokens the last token's final state comes from",
-    },
-    "Find out what matters": {
-        "qkv ablate": "remove one head after the other: how much the loss rises",
-        "qkv evict": "evict keys from the cache: how much attention and loss it costs",
-        "qkv survey minilm notes/": "profile a whole corpus, resumable, on many machines",
-    },
-    "Learn": {
-        "qkv lab sinks": "run a lab or a chapter of the tutorial here; qkv lab lists them",
-        "qkv check multi_head my.py": "check your answer to an exercise of a lab",
-        "qkv train reversal": "train a small model whose correct attention is known (half a minute)",
-        "qkv experiment": "claims about attention, tested on small models",
-        "qkv claims C014 C061": "what courses claim about attention: verdicts with evidence",
-    },
-    "Run": {'qkv generate qkv-mini "class Stack:"': "continue a text"},
-}
-
-
-def show_menu() -> None:
-    """Print the menu."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.print("[bold]qkv[/bold]: compose, measure and explain attention.")
-    for heading, lines in MENU.items():
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column(style="cyan", no_wrap=True, min_width=WIDTH)
-        table.add_column()
-        for command, purpose in lines.items():
-            table.add_row(f"  {command}", purpose)
-        console.print(f"\n[bold]{heading}[/bold]")
-        console.print(table)
-    console.print("\nStart with [cyan]qkv profile[/cyan]: a small model comes with qkv, so nothing is downloaded.")
-    console.print("[cyan]qkv COMMAND --help[/cyan] shows the options of a command with examples.")
-
-
-WIDTH = 2 + max(len(command) for lines in MENU.values() for command in lines)

@@ -16,7 +16,8 @@ from qkv._files import scheme_of
 from qkv._progress import bar
 from qkv._survey_settings import Settings
 from qkv._untrusted import allow
-from qkv.cli.shared import print_line, statistics_of, table, token_table
+from qkv.cli.shared import statistics_of
+from qkv.cli.terminal import print_line, show, table, token_table
 from qkv.errors import InputError, refusing, renamed
 
 if TYPE_CHECKING:
@@ -27,45 +28,43 @@ if TYPE_CHECKING:
 DEFAULTS = Settings()
 
 
-def show(result: Survey) -> None:
+def show_survey(result: Survey) -> None:
     """Print the summary tables of every group, and which texts were skipped."""
-    from rich.console import Console
+    from rich.text import Text
 
     record = result.record
-    console = Console(highlight=False)
     for group in result.groups:
         heads = result.heads(group)
         parts = [] if len(result.groups) == 1 else [group]
         parts += [result.definition["model"], f"{heads['layer'].nunique()} layers", f"{len(heads)} heads"]
         parts += [f"{record['documents']:,} texts", f"{record['tokens']:,} tokens"]
-        console.print("\n" + " · ".join(parts), style="bold", markup=False)
-        console.print(_head_table(heads, (name for name in result.quantities if not name.startswith("entropy"))))
-        console.print(token_table(result.tokens(8, group)))
+        show(Text("\n" + " · ".join(parts), "bold"))
+        show(_head_table(heads, (name for name in result.quantities if not name.startswith("entropy"))))
+        show(token_table(result.tokens(8, group)))
     other = sorted({*record["sources"].values()} - {"interface", "qkv"})
     if other:
-        console.print(f"Some numbers come from {', '.join(other)}: record['sources'] lists the modules", markup=False)
+        show(f"Some numbers come from {', '.join(other)}: record['sources'] lists the modules")
     skipped = sum(record["skipped"].values())
     if skipped:
         reasons = ", ".join(f"{n:,} × {reason}" for reason, n in record["skipped"].items())
-        console.print(f"Skipped {skipped:,} texts: {reasons}", style="yellow", markup=False)
-        for example in record["examples"][:3]:
-            console.print(f"  {example}", markup=False)
+        show(Text(f"Skipped {skipped:,} texts: {reasons}", "yellow"))
+        show(*(f"  {example}" for example in record["examples"][:3]))
 
 
 def _head_table(heads: Any, quantities: Iterable[str], most: int = 3) -> Any:
     """The heads with the largest means of each quantity, with intervals of 90 % of the texts and of the queries."""
-    columns = "quantity", "head", ">mean", ">90 % of texts", ">90 % of queries"
+    from qkv.profiler.data.findings import head_name
+
+    columns = "quantity", ">head", ">mean", ">90 % of texts", ">90 % of queries"
     rows = table(*columns, title="Heads with the largest values")
-    for column in rows.columns:
-        column.no_wrap = True
     for name in quantities:
         if heads[name].max() > 0:
-            for row in heads.sort_values(name, ascending=False, kind="stable").head(most).itertuples():
+            for _, row in heads.sort_values(name, ascending=False, kind="stable").head(most).iterrows():
                 of_texts, of_queries = (
-                    f"{_number(getattr(row, f'{name}{kind}_p5'))} … {_number(getattr(row, f'{name}{kind}_p95'))}"
+                    f"{_number(row[f'{name}{kind}_p5'])} … {_number(row[f'{name}{kind}_p95'])}"
                     for kind in ("_text", "")
                 )
-                rows.add_row(name, f"{row.layer}.{row.head}", _number(getattr(row, name)), of_texts, of_queries)
+                rows.add_row(name, head_name(row), _number(row[name]), of_texts, of_queries)
     return rows
 
 
@@ -78,17 +77,17 @@ def write(result: Survey, folder: Folder) -> None:
     from qkv.figures.layout import png_of
     from qkv.figures.survey import FIGURES
 
-    names = []
+    names: list[str] = []
     for group in result.groups:
         ending = "" if group == result.main else f"-{group}"
         folder.write(f"heads{ending}.csv", result.heads(group).to_csv(index=False).encode(), "a table")
         for name, draw in FIGURES.items():
             folder.write(f"{name}{ending}.png", png_of(draw(result, group=group)), "a figure")
             names.append(f"{name}{ending}.png")
+        names.append(f"heads{ending}.csv")
     where = f"{folder}".rstrip("/")
     print_line("Data", f"{where}/survey.qkv.zip   (qkv.profiler.Survey.load)", main=True)
-    print_line("Heads", f"{where}/heads.csv")
-    print_line("Figures", ", ".join(names))
+    print_line("Files", f"{where}/  {', '.join(names)}")
 
 
 @contextmanager
@@ -136,7 +135,7 @@ def merge(
     except Incomplete as error:
         print(f"qkv: {error}", file=sys.stderr)
         raise SystemExit(1) from error
-    show(result)
+    show_survey(result)
     write(result, Folder(out or folders[0]))
 
 
@@ -218,7 +217,7 @@ def survey(
             print(f"qkv: {error}", file=sys.stderr)
             raise SystemExit(1) from error
         if settings.only_shards is None:
-            show(result)
+            show_survey(result)
             write(result, target)
         else:
             shards, tokens = f"{len(settings.numbers)} of {settings.shards}", f"{result.record['tokens']:,}"

@@ -13,7 +13,8 @@ from typing import Annotated
 import tyro
 
 from qkv._packages import require
-from qkv.cli.shared import Input, print_line, saved_profile
+from qkv.cli.shared import Input, saved_profile
+from qkv.cli.terminal import print_line
 from qkv.errors import InputError
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from qkv.profiler.data import sinks, tables
 from qkv.profiler.data.frames import counted, percent, written
 from qkv.profiler.data.sinks import EPSILON, sink_table
-from qkv.profiler.data.tables import MIXED, ROLES, sink_scores, type_table
+from qkv.profiler.data.tables import MIXED, sink_scores, type_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -227,6 +227,12 @@ class Findings:
         kind = "sinks" if prefix or whole else "map"
         return Finding(f"{prefix:,} of {total:,}", label, _sentences(details), self._steps(kind, strongest))
 
+    @property
+    def first_step(self) -> Step:
+        """Look at the most telling head: see `tables.telling_heads`."""
+        layer, head = tables.telling_heads(self._data)[0]
+        return self._steps("map", self.types.iloc[layer * self._data.sizes["head"] + head])[0]
+
     def _steps(self, kind: str, head: pd.Series) -> tuple[Step, ...]:
         """The steps after a finding of one kind, about the head of a row of a table.
 
@@ -417,16 +423,6 @@ class Findings:
             f"to {written(far['distance'], 'tokens')} ({head_name(far)}).",
             self._steps("distance", far),
         )
-
-    def by_type(self) -> list[tuple[str, int, str, list[tuple[str, float]]]]:
-        """The types of heads that occur, their numbers, the thresholds of their scores, and the strongest heads."""
-        rows = []
-        for kind, number in self.kinds.items():
-            of = self.types[self.types["type"] == kind]
-            of = of.iloc[:0] if kind == MIXED else of.sort_values(kind, ascending=False, kind="stable").head(3)
-            best = [(f"{row['layer']}.{row['head']}", float(row[kind])) for _, row in of.iterrows()]
-            rows.append((kind, number, "" if kind == MIXED else f"≥ {ROLES[kind].threshold:g}", best))
-        return rows
 
 
 def head_name(row: pd.Series) -> str:

@@ -201,6 +201,12 @@ def percent(share: float) -> str:
     return f"{value:.1f} %" if 0 < value < 0.95 else f"{value:.0f} %"
 
 
+def signed(value: float, digits: int = 3) -> str:
+    """A difference with its sign and a true minus: "+0.250", "−0.002"; "0.000" where nothing is left of it."""
+    text = f"{value:+.{digits}f}"
+    return text[1:] if float(text) == 0 else text.replace("-", "−")
+
+
 def confidence(
     values: Sequence[float], level: float = 0.95, sizes: Sequence[float] | None = None
 ) -> tuple[float, float, float]:

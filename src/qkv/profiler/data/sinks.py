@@ -14,7 +14,7 @@ import xarray as xr
 
 from qkv.errors import InputError
 from qkv.profiler.data import tables
-from qkv.profiler.data.tables import prefix_sink_scores, sink_scores
+from qkv.profiler.data.tables import prefix_sink_scores, readable, sink_scores
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,12 +114,13 @@ def massive_sentence(stack: xr.Dataset, tokens: np.ndarray | None = None) -> str
     if not found:
         return f"no massive activations; the largest is {stack['ratio'].max().item():,.0f} × the median"
     order = sorted(found.items(), key=lambda one: -max(ratio for _, ratio in one[1]))
-    parts = [
-        f"{'the token' if tokens is None else repr(str(tokens[text, token]))} at position {token:,} in dimension "
-        f"{dimension:,}, at depth{'' if len(seen) == 1 else 's'} {ranges(np.array([depth for depth, _ in seen]))}, up "
-        f"to {max(ratio for _, ratio in seen):,.0f} × the median"
-        for (text, token, dimension), seen in order[:3]
-    ]
+    parts = []
+    for (text, token, dimension), seen in order[:3]:
+        name = "the token" if tokens is None else f"“{readable(str(tokens[text, token]))}”"
+        depths = f"depth{'' if len(seen) == 1 else 's'} {ranges(np.array([depth for depth, _ in seen]))}"
+        largest = max(ratio for _, ratio in seen)
+        at = f"position {token:,} in dimension {dimension:,}, at {depths}"
+        parts.append(f"{name} at {at}, up to {largest:,.0f} × the median")
     more = f"; {len(found) - 3:,} more" if len(found) > 3 else ""
     further = int(stack["massive"].sum()) - int(is_massive.sum())
     more += f"; {further:,} smaller ones" if further > 0 else ""

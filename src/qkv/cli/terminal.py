@@ -1,0 +1,266 @@
+"""What commands print: sentences, tables, the grid of heads, lines to copy, and the menu."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+PIPED = 160  # columns of a table that is not printed to a terminal
+LETTERS = {
+    "first token": "F", "other sink": "O", "induction": "I", "duplicate token": "D", "previous token": "P",
+    "self": "S", "delimiter": "E", "local": "L", "uniform": "U", "mixed": "·",
+}  # fmt: skip
+HEADS = 32  # the largest number of heads in a layer whose grid is drawn
+
+
+def show(*parts: Any, error: bool = False) -> None:
+    """Print sentences and tables to standard output, or to standard error.
+
+    In a terminal they fit its width: sentences wrap, unless they have `no_wrap`, and tables lose columns. In a pipe
+    sentences are one line, and no line ends in blanks.
+    """
+    console = _console(error)
+    for part in parts:
+        text = isinstance(part, str) or hasattr(part, "plain")
+        made = part if text else _narrowed(part, console)
+        if console.is_terminal:
+            console.print(made, markup=False, soft_wrap=bool(getattr(part, "no_wrap", False)))
+            continue
+        with console.capture() as lines:
+            console.print(made, markup=False, soft_wrap=text)
+        console.out(re.sub(r"[ \t]+$", "", lines.get(), flags=re.MULTILINE), end="", highlight=False)
+
+
+def print_line(label: str, text: str | Path, *, main: bool = False, error: bool = False) -> None:
+    """Print a label and a text that is never wrapped, so that paths and commands can be copied.
+
+    It is dim, unless it is the `main` one.
+    """
+    from rich.text import Text
+
+    label = f"{label:<8} "
+    line = Text.assemble((label, "bold"), str(text)) if main else Text(f"{label}{text}", "dim")
+    _console(error).print(line, soft_wrap=True)
+
+
+def print_files(files: Iterable[Path], *, error: bool = False) -> None:
+    """Print the names of all files that a command wrote to a folder: the folder once."""
+    found = [*files]
+    print_line("Files", f"{found[0].parent}/  " + ", ".join(file.name for file in found), error=error)
+
+
+class Laps:
+    """The wall time of the parts of a command since the package was imported.
+
+    >>> laps = Laps()
+    >>> with laps("measuring"):
+    ...     pass
+    >>> "measuring 0.0" in str(laps)
+    True
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - start
+
+    def __str__(self) -> str:
+        total = time.perf_counter() - BEGAN
+        parts = self._parts | {"importing and the rest": total - sum(self._parts.values())}
+        return f"{total:.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
+
+
+BEGAN = time.perf_counter()
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """An empty table; a column whose name begins with ">" is aligned to the right, and its numbers are never cut."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for name in columns:
+        number = name.startswith(">")
+        made.add_column(name.removeprefix(">"), justify="right" if number else "left", no_wrap=number)
+    return made
+
+
+def token_table(tokens: pd.DataFrame) -> Table:
+    """The tokens that receive most attention, from `Profile.tokens` or `Survey.tokens`."""
+    from qkv.profiler.data.frames import percent
+
+    columns = "token", ">of all attention", ">× its share of the text", ">count"
+    rows = table(*columns, title="Most attended tokens")
+    for row in tokens.itertuples():
+        # A survey names only some tokens.
+        name = f"token {row.id}" if not row.token and "id" in tokens else token_name(row.token)
+        rows.add_row(name, percent(row.share), f"{row.lift:.1f}", f"{row.count:,}")
+    return rows
+
+
+def token_name(token: str) -> Text:
+    """A token in quotation marks; a space or a newline is visible."""
+    from rich.text import Text
+
+    from qkv.profiler.data.tables import readable
+
+    return Text(f"“{readable(token)}”")
+
+
+def head_grid(types: pd.DataFrame) -> list[Text]:
+    """The types of all heads as a picture: a column for each layer, a row for each head, and a legend.
+
+    Coloured squares, or letters without colour. It is the legend alone if the grid does not fit: more than 32 heads, or
+    more layers than columns.
+    """
+    from rich.text import Text
+
+    from qkv.profiler.data.frames import layers_and_heads
+
+    console = _console()
+    kinds = types.pivot(index="head", columns="layer", values="type").to_numpy()
+    colours = _colours() if console.color_system and not console.no_color else None
+    heads, layers = kinds.shape
+    wide = 2 if 2 * layers <= console.width - 2 else 1
+    lines = []
+    if heads <= HEADS and layers <= console.width - 2:
+        rows = (
+            _blocks(kinds, colours, wide)
+            if colours
+            else [Text("".join(LETTERS[kind] for kind in row)) for row in kinds]
+        )
+        lines = [Text("  ") + row for row in rows]
+        lines.append(Text(f"  {layers_and_heads(layers, heads)}: layers from left to right, heads down", "dim"))
+    return lines + _wrapped(_legend(types, colours), console.width)
+
+
+def _blocks(kinds: np.ndarray, colours: Mapping[str, str], wide: int) -> list[Text]:
+    """Two heads a line: the upper half of each character has one colour, the lower half another."""
+    from rich.text import Text
+
+    lines = []
+    for top in range(0, len(kinds), 2):
+        line = Text()
+        for upper, lower in zip(kinds[top], kinds[top + 1] if top + 1 < len(kinds) else kinds[top], strict=True):
+            below = f" on {colours[lower]}" if top + 1 < len(kinds) else ""
+            line.append("▀" * wide, f"{colours[upper]}{below}")
+        lines.append(line)
+    return lines
+
+
+def _legend(types: pd.DataFrame, colours: Mapping[str, str] | None) -> Iterator[Text]:
+    """Each type with its number of heads and its strongest head."""
+    from rich.text import Text
+
+    from qkv.profiler.data.findings import head_name
+
+    counts = types["type"].value_counts()
+    for kind, letter in LETTERS.items():
+        if number := int(counts.get(kind, 0)):
+            mark = Text("■", colours[kind]) if colours else Text(letter)
+            best = "" if kind == "mixed" else f" ({head_name(types.loc[types[types['type'] == kind][kind].idxmax()])})"
+            yield Text.assemble(mark, f" {number:,} {kind}", (best, "dim"))
+
+
+def _wrapped(parts: Iterable[Text], width: int) -> list[Text]:
+    """The parts in lines of at most this width; none is broken."""
+    from rich.text import Text
+
+    lines = [Text("  ")]
+    for part in parts:
+        if len(lines[-1]) > 2 and len(lines[-1]) + len(part) + 3 > width:
+            lines.append(Text("  "))
+        lines[-1] += (Text("   ") if len(lines[-1]) > 2 else Text()) + part
+    return lines
+
+
+def _colours() -> dict[str, str]:
+    """The colours of types that are seen on light and on dark terminals."""
+    from qkv.figures.layout import KINDS, KINDS_DARK
+
+    return KINDS_DARK | {"mixed": KINDS["uniform"], "uniform": "#5f676d", "self": "#4f9bbf", "delimiter": "#8a5433"}
+
+
+def _narrowed(rows: Any, console: Console) -> Any:
+    """The table without its last columns, if it is wider than the terminal: a number that is cut is a wrong number."""
+    from rich.table import Table
+
+    if not isinstance(rows, Table):
+        return rows
+    left_out: list[str] = []
+    while len(rows.columns) > 2 and sum(map(_width, rows.columns)) > console.width:
+        left_out.insert(0, str(rows.columns.pop().header).replace("\n", " "))
+    if left_out:
+        rows.caption, rows.caption_justify = f"not shown at this width: {', '.join(left_out)}", "left"
+    return rows
+
+
+def _width(column: Column) -> int:
+    """The characters that a column needs: its longest line if it is not wrapped, else its longest word; and a gap."""
+    text = "\n".join(str(cell) for cell in (column.header, *column.cells))
+    return 3 + max(map(len, text.split("\n") if column.no_wrap else text.split()), default=0)
+
+
+def _console(error: bool = False) -> Console:
+    import sys
+
+    from rich.console import Console
+
+    terminal = (sys.stderr if error else sys.stdout).isatty()
+    return Console(stderr=error, highlight=False, width=None if terminal else PIPED)
+
+
+MENU: dict[str, dict[str, str]] = {
+    "Look at a model": {
+        "qkv profile": "measure where every head attends, and write a report",
+        "qkv view": "explore the heads of a model, or a saved profile, in your browser",
+        "qkv map --layer 1 --head 2": "draw one head, query by key, at any zoom",
+        "qkv flow": "trace which tokens the last token's final state comes from",
+    },
+    "Find out what matters": {
+        "qkv ablate": "remove one head after the other: how much the loss rises",
+        "qkv evict": "evict keys from the cache: how much attention and loss it costs",
+        "qkv survey minilm notes/": "profile a whole corpus, resumable, on many machines",
+    },
+    "Learn": {
+        "qkv lab sinks": "run a lab or a chapter of the tutorial here; qkv lab lists them",
+        "qkv check multi_head my.py": "check your answer to an exercise of a lab",
+        "qkv train reversal": "train a small model whose correct attention is known (half a minute)",
+        "qkv experiment": "claims about attention, tested on small models",
+        "qkv claims C014 C061": "what courses claim about attention: verdicts with evidence",
+    },
+    "Run": {'qkv generate qkv-mini "class Stack:"': "continue a text"},
+}
+
+
+def show_menu() -> None:
+    """Print the menu."""
+    from rich.table import Table
+    from rich.text import Text
+
+    show(Text.from_markup("[bold]qkv[/bold]: compose, measure and explain attention."))
+    width = 2 + max(len(command) for lines in MENU.values() for command in lines)
+    for heading, lines in MENU.items():
+        rows = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        rows.add_column(style="cyan", no_wrap=True, min_width=width)
+        rows.add_column()
+        for command, purpose in lines.items():
+            rows.add_row(f"  {command}", purpose)
+        show(Text(f"\n{heading}", "bold"), rows)
+    start = "Start with [cyan]qkv profile[/cyan]: a small model comes with qkv, so nothing is downloaded."
+    show(Text.from_markup(f"\n{start}\n[cyan]qkv COMMAND --help[/cyan] shows the options of a command with examples."))
