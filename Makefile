@@ -71,10 +71,10 @@ SANITIZE  := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 # The functions that multiply bfloat16, on such a processor.
 PRODUCTS  := $(if $(shell grep -m1 avx512_bf16 /proc/cpuinfo),$(SANITIZED).o)
 
-sanitize: venv  ## test the native library built with AddressSanitizer and UndefinedBehaviorSanitizer, for the processor here
+sanitize: venv  ## test the native library built with AddressSanitizer and UndefinedBehaviorSanitizer, for the processor here and with emulated tiles
 	$(if $(PRODUCTS),$(CC) $(SANITIZE) -march=native -DBFLOAT16 -Dqkv_attend=qkv_attend_bfloat16 -c src/qkv/native/library.c -o $(PRODUCTS))
 	echo 'int qkv_level(void) { return $(if $(PRODUCTS),5,3); }' | $(CC) $(SANITIZE) -march=native -shared -x c - src/qkv/native/library.c -x none $(PRODUCTS) -o $(SANITIZED) -lm
-	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+	CFLAGS='$(SANITIZE)' ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
 	  $(BIN)/python -c "import pathlib, pytest, qkv.native.binding; qkv.native.binding.LIBRARY = pathlib.Path('$(SANITIZED)'); \
 	  raise SystemExit(pytest.main(['-q', '-W', 'ignore::pytest.PytestAssertRewriteWarning', '-p', 'no:xdist', '-p', 'no:randomly', 'tests/core/test_native.py', '-k', 'differ or bits or nan']))"
 

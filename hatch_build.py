@@ -25,8 +25,11 @@ NATIVE = "src/qkv/native"
 FUNCTIONS = ("qkv_attend", "qkv_decode", "qkv_gradients")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Wno-psabi")
 X86 = {f"v{n}": [f"-march=x86-64-v{n}"] for n in (2, 3, 4)}
-X86["bfloat16"] = [*X86["v4"], "-mavx512bf16", "-DBFLOAT16"]
+X86["products"] = [*X86["v4"], "-mavx512bf16", "-DBFLOAT16"]
 """The builds for x86-64, by the end of the names of their functions."""
+AMX = [*X86["v4"], "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
+TILES = {f"tiles{parts}": [*AMX, f"-DPARTS={parts}"] for parts in (1, 2, 3)}
+"""Those that a compiler must know AMX for: GCC 11 or clang 12."""
 
 ADDRESS = re.compile(r"https://github\.com/(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)")
 RELATIVE = r"\((?!https?:)([^)\s]*)\)"
@@ -93,17 +96,22 @@ def compiled(folder: Path, library: Path) -> str | None:
         return f"it is compiled on Linux, not on {sys.platform}"
     compiler = shlex.split(os.environ.get("CC", "cc"))
     x86 = platform.machine() in ("x86_64", "AMD64")
-    builds = X86 if x86 else {"base": []}
+    builds, more = X86 if x86 else {"base": []}, ["-DNO_TILES"]
     with TemporaryDirectory() as temporary:
-        parts = [f"{temporary}/{name}.o" for name in builds]
         try:
+            if (
+                x86
+                and not subprocess.run([*compiler, *AMX, "-fsyntax-only", "-xc", os.devnull], check=False).returncode
+            ):
+                builds, more = X86 | TILES, []
+            parts = [f"{temporary}/{name}.o" for name in builds]
             for part, (name, flags) in zip(parts, builds.items(), strict=True):
                 names = [f"-D{function}={function}_{name}" for function in FUNCTIONS]
                 source = ["-c", str(folder / "library.c"), *names]
                 subprocess.run([*compiler, *FLAGS, *flags, *source, "-o", part], check=True)
             finished = Path(temporary, library.name)
             choose = [str(folder / "choose.c"), *parts]
-            subprocess.run([*compiler, *FLAGS, "-shared", *choose, "-o", str(finished), "-lm"], check=True)
+            subprocess.run([*compiler, *FLAGS, *more, "-shared", *choose, "-o", str(finished), "-lm"], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             library.unlink(missing_ok=True)  # it would be of older sources
             return str(error)

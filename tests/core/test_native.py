@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import itertools
+import os
 import runpy
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -90,26 +93,43 @@ def compiled() -> None:
 
 
 @pytest.fixture(scope="session")
-def bfloat16_library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The library with products of bfloat16: those of the processor, or where it has none, their emulation."""
-    found: Any = native.binding.library()
-    if found.qkv_level() == native.binding.BFLOAT16_PRODUCTS:
-        return found
-    path = tmp_path_factory.mktemp("native") / "bfloat16.so"
-    source = str(ROOT / "src" / "qkv" / "native" / "library.c")
-    flags = ["-O1", "-std=gnu11", "-fPIC", "-fopenmp", "-shared", "-Wno-psabi", "-DBFLOAT16"]
-    subprocess.run(["cc", *flags, source, "-o", str(path), "-lm"], check=True)
-    emulation = ctypes.CDLL(str(path)).qkv_attend
-    emulation.argtypes = [ctypes.POINTER(native.binding.Arguments)]
-    others = {name: getattr(found, name) for name in ("qkv_attend", "qkv_decode", "qkv_gradients")}
-    level = native.binding.BFLOAT16_PRODUCTS
-    return SimpleNamespace(**others, qkv_attend_bfloat16=emulation, qkv_level=lambda: level)
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Compile attention by instructions that multiply a dtype, in plain C where a macro alone is defined."""
+
+    @functools.cache
+    def compiled(macro: str) -> Any:
+        path = tmp_path_factory.mktemp("native") / "emulated.so"
+        source = str(ROOT / "src" / "qkv" / "native" / "library.c")
+        flags = ["-std=gnu11", "-fPIC", "-fopenmp", "-shared", "-Wno-psabi", f"-D{macro}"]
+        subprocess.run(
+            ["cc", *shlex.split(os.environ.get("CFLAGS", "-O1")), *flags, source, "-o", str(path), "-lm"], check=True
+        )
+        function = ctypes.CDLL(str(path)).qkv_attend
+        function.argtypes = [ctypes.POINTER(native.binding.Arguments)]
+        return function
+
+    return compiled
+
+
+PRODUCTS, TILES = 5, 6
 
 
 @pytest.fixture
-def bfloat16_products(bfloat16_library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def level(request: pytest.FixtureRequest, emulation: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The library as on a processor of a level, whose products are those of the processor here or emulated."""
+    number: int = request.param
+    found: Any = native.binding.library()
+    if found.qkv_level() != number:
+        functions = {name: getattr(found, name) for name in ("qkv_attend", "qkv_decode", "qkv_gradients")}
+        if number == PRODUCTS:
+            functions["qkv_attend_bfloat16"] = emulation("BFLOAT16")
+        elif number == TILES:
+            for name, parts in (("_bfloat16", 1), ("_float16", 2), ("", 3)):
+                functions[f"qkv_attend{name}"] = emulation(f"PARTS={parts}")
+        found = SimpleNamespace(**functions, qkv_level=lambda: number)
     for module in (native.binding, native.kernel):
-        monkeypatch.setattr(module, "library", lambda: bfloat16_library)
+        monkeypatch.setattr(module, "library", lambda: found)
+    return number
 
 
 def inputs(shape: str, factor: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,28 +210,44 @@ def test_output_and_statistics_differ_from_those_of_the_tiles(
     check(shape, mask, bias, monkeypatch, sink=sink, padded=sink is not None, dtype=dtype)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("bfloat16_products")
-@pytest.mark.parametrize(("shape", "mask", "bias", "sink"), covering(
-    ["few queries", "more queries than keys", "several tiles", "odd sizes"], MASKS, BIASES,
-    [None, 0.5],
-))  # fmt: skip
-def test_products_of_bfloat16_differ_from_float64(
-    shape: str, mask: str, bias: str, sink: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, v = (x.bfloat16() for x in inputs(shape))
-    assert native.binding.products(q, k, v) == torch.bfloat16
+BF16, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
+MULTIPLIED = [(PRODUCTS, BF16), (TILES, BF16), (TILES, HALF), (TILES, SINGLE)]
+
+
+@pytest.mark.parametrize(("shape", "mask", "bias", "sink", "level", "dtype"), [(*x, *y) for *x, y in covering(
+    ["few queries", "more queries than keys", "several tiles", "odd sizes"], MASKS, BIASES, [None, 0.5], MULTIPLIED,
+)], indirect=["level"])  # fmt: skip
+def test_products_of_a_processor_differ_from_float64(
+    shape: str, mask: str, bias: str, sink: float | None, level: int, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    q, k, v = (x.to(dtype) for x in inputs(shape))
+    assert native.binding.products(q, k, v) == dtype
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if sink is None else 2)
-    check(shape, mask, bias, monkeypatch, sink=sink, padded=sink is not None, dtype=torch.bfloat16, exact=True)
+    check(shape, mask, bias, monkeypatch, sink=sink, padded=sink is not None, dtype=dtype, exact=True)
 
 
-@pytest.mark.usefixtures("bfloat16_products")
-def test_bfloat16_without_statistics_or_its_gradients_differ_from_the_call_with_all() -> None:
+@pytest.mark.parametrize(
+    ("level", "dtypes"), [(PRODUCTS, {BF16}), (TILES, {BF16, HALF}), (7, set())], indirect=["level"]
+)
+def test_a_processor_multiplies_other_dtypes_or_plan_does_not_say_by_what(level: int, dtypes: set[torch.dtype]) -> None:
+    tensors = inputs("few queries")
+    for dtype in (BF16, HALF, SINGLE):
+        q, k, v = (x.to(dtype) for x in tensors)
+        assert native.binding.products(q, k, v) == (dtype if dtype in dtypes else SINGLE)
+        assert native.binding.products(q, k, v.double()) == SINGLE
+        assert native.INSTRUCTIONS[level] in str(qkv.plan(q, k, v))
+
+
+@pytest.mark.parametrize(("level", "dtype"), MULTIPLIED[:3], indirect=["level"])
+def test_products_without_statistics_or_their_gradients_differ_from_the_call_with_all(
+    level: int, dtype: torch.dtype
+) -> None:
     for shape in ("few queries", "odd sizes", "three queries of a group", "several tiles"):
-        q, k, v = (x.bfloat16().requires_grad_() for x in inputs(shape))
+        q, k, v = (x.to(dtype).requires_grad_() for x in inputs(shape))
         out, whole = qkv.attend(q, k, v, mask=Causal()), qkv.attend(q, k, v, mask=Causal(), return_lse=True)[0]
         exact = qkv.attend(q.double(), k.double(), v.double(), mask=Causal())
-        assert out.dtype == torch.bfloat16
+        assert out.dtype == dtype
         assert torch.equal(out, whole)
         slope = torch.randn_like(exact)
         wanted = torch.autograd.grad((exact * slope).sum(), (q, k, v))
@@ -220,11 +256,12 @@ def test_bfloat16_without_statistics_or_its_gradients_differ_from_the_call_with_
                 torch.testing.assert_close(x, y, atol=0.02 * float(y.abs().max()), rtol=0.02)
 
 
-@pytest.mark.usefixtures("bfloat16_products")
-@pytest.mark.parametrize(("threads", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("threads", "level", "dtype"), [(1, PRODUCTS, SINGLE), *((2, *x) for x in MULTIPLIED)], indirect=["level"]
+)
 @pytest.mark.parametrize("shape", ["few queries", "three queries of a group", "one query of a group"])
 def test_nan_leaks_or_an_overflow_gives_numbers(
-    shape: str, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: str, threads: int, level: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = (x.to(dtype) for x in inputs(shape))
     keep = (torch.arange(k.shape[2]) != 3)[None]

@@ -10,8 +10,11 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).parent / "attention.so"
 MISSING = "the native library was not compiled when qkv was installed: there was no C compiler"
-INSTRUCTIONS = {2: "SSE4.2", 3: "AVX2", 4: "AVX-512", 5: "AVX-512, bfloat16 products"}
-"""By level of x86-64, the instructions that a build of the library uses; 5 is level 4 with AMD's AVX512_BF16."""
+INSTRUCTIONS = {
+    2: "SSE4.2", 3: "AVX2", 4: "AVX-512", 5: "AVX-512, bfloat16 products", 6: "AVX-512, AMX tiles",
+    7: "AVX-512; the operating system does not allow the AMX tiles of this processor",
+}  # fmt: skip
+"""By level of x86-64, the instructions that the library uses; from 5 on it is level 4, and 5 has AMD's AVX512_BF16."""
 
 
 def described(level: int | None = None, reason: str | None = None) -> str:

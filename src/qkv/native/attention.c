@@ -76,6 +76,7 @@ typedef struct {           /* what one thread works with */
     int32_t *run_of;       /* the run that each cell of keys is in, or -1 */
     const int32_t *cells;  /* of the block of queries, or NULL */
     float *p;              /* weights [run][strip][panel][RS][PW] */
+    float *scores;         /* of a strip in a run, where SEPARATE_SCORES: memory that tiles write to at once */
     float *o;              /* output [strip][RS][width] */
     float *slopes;         /* derivatives of the soft caps [cap], each like p and `cap_size` floats long; NULL: not wanted */
     int64_t cap_size;
@@ -106,15 +107,15 @@ INLINE vf exp2_of(vf t) {
     return y * (vf)((vi)u << 23);
 }
 
-/* Scores of one row, times scale, to weights in place, and their sums: total, weight * score, squares, weight * place.
- * The weights become factors as well, unless these are NULL or the weights in p themselves. */
-INLINE void weigh(float *p, int64_t panels, float scale, float offset, float place, int64_t row, Packed *factors, int statistics,
+/* Scores s of one row, times scale, to weights p, and their sums: total, weight * score, squares, weight * place. The weights
+ * become factors as well, unless these are NULL or the weights in p themselves. */
+INLINE void weigh(const float *s, float *p, int64_t panels, float scale, float offset, float place, int64_t row, Packed *factors, int statistics,
                   vf sums[4]) {
     vf total = {0}, bits = {0}, squares = {0}, first = {0}, x = iota() + place, floor = (vf){0} - 127;
-    for (int64_t panel = 0; panel < panels; panel++, p += RS * PW) {
+    for (int64_t panel = 0; panel < panels; panel++, s += RS * PW, p += RS * PW) {
         vf w[NV];
         UNROLL for (int v = 0; v < NV; v++) {
-            vf t = load(p + v * VL);
+            vf t = load((SEPARATE_SCORES ? s : p) + v * VL);
             if (SCALED_LATER) t *= scale;
             t = maximum(floor, t - offset), w[v] = exp2_of(t);
             if (statistics || !WEIGHT_SIZE) *(vf *)(p + v * VL) = w[v];
@@ -125,11 +126,13 @@ INLINE void weigh(float *p, int64_t panels, float scale, float offset, float pla
     }
     sums[0] = total, sums[1] = bits, sums[2] = squares, sums[3] = first;
 }
-static void weigh_all(float *p, int64_t n, float scale, float offset, float place, int64_t row, Packed *factors, vf s[4]) {
-    weigh(p, n, scale, offset, place, row, factors, 1, s);
+static void weigh_all(const float *s, float *p, int64_t n, float scale, float offset, float place, int64_t row, Packed *factors,
+                      vf sums[4]) {
+    weigh(s, p, n, scale, offset, place, row, factors, 1, sums);
 }
-static void weigh_only(float *p, int64_t n, float scale, float offset, int64_t row, Packed *factors, vf s[4]) {
-    weigh(p, n, scale, offset, 0, row, factors, 0, s);
+static void weigh_only(const float *s, float *p, int64_t n, float scale, float offset, int64_t row, Packed *factors,
+                       vf sums[4]) {
+    weigh(s, p, n, scale, offset, 0, row, factors, 0, sums);
 }
 
 /* cap * tanh(x / cap). Near 0 it is a polynomial, as 1 - 2 / (e + 1) would lose digits. */
@@ -286,10 +289,11 @@ static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t 
     const int64_t *hi = s->hi + strip * RS, start = s->runs[slot].start;
     int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
     vf top[RS], sums[4];
-    const float scale = strip_scores(c, s, p, s->runs + slot, span, strip, batch, head, query, top);
+    float *x = SEPARATE_SCORES && c->rows ? s->scores : p;
+    const float scale = strip_scores(c, s, x, s->runs + slot, span, strip, batch, head, query, top);
     if (span[0] >= span[1]) return;
     const int64_t panels = span[1] - span[0], first = start + span[0] * PW, last = first + panels * PW;
-    p += span[0] * RS * PW;
+    p += span[0] * RS * PW, x += span[0] * RS * PW;
     float *o = s->o + strip * RS * width;
     Packed *factors = c->out ? s->factors : NULL;
     for (int r = 0; r < RS; r++) {
@@ -305,13 +309,13 @@ static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t 
         if (m > row->top) row->top = m;
         s->offset[slot * BLOCK + strip * RS + r] = row->offset;
         if (!c->rows) {
-            weigh_only(p + r * PW, panels, scale, row->offset, r, factors, sums);
+            weigh_only(x + r * PW, p + r * PW, panels, scale, row->offset, r, factors, sums);
             row->total += sum(sums[0]);
             row->seen |= row->total != row->total;
             continue;
         }
         const int64_t away = first - (query + strip * RS + r + c->nk - c->nq); /* of the first key from the query */
-        weigh_all(p + r * PW, panels, scale, row->offset, (float)away, r, factors, sums);
+        weigh_all(x + r * PW, p + r * PW, panels, scale, row->offset, (float)away, r, factors, sums);
         v4 a = quarter(sums[0]), b = quarter(sums[1]), e = quarter(sums[2]), f = quarter(sums[3]);
         v4 ab = (v4){a[0], b[0], a[1], b[1]} + (v4){a[2], b[2], a[3], b[3]};
         v4 ef = (v4){e[0], f[0], e[1], f[1]} + (v4){e[2], f[2], e[3], f[3]};
@@ -714,13 +718,14 @@ int qkv_attend(const Call *c) {
     const int64_t size = c->rows ? nkp + 2 * (c->n_prefix + map) : 0, maxima = size - map; /* sums, then maxima */
     const int64_t k_size = nkp / PW * key_size(c->d) * 4, v_size = c->out ? nkp / PW * value_size(c->dv) * 4 : 0;
     const int64_t q_size = STRIPS * query_size(c->d) * 4, factors = c->out ? TILE / PW * WEIGHT_SIZE * 4 : 0;
+    const int64_t scores = SEPARATE_SCORES && c->rows ? RS * TILE * 4 : 0;
     const int64_t cells = nkp / CELL; /* of all keys, and the most that a block of queries sees */
     const int64_t most = min64(c->cells ? c->widest : cells, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
     const double work = (double)c->b * c->h * c->nq * c->nk * (c->d + c->dv);
     const int threads = work < 2e6 || c->threads < 2 ? 1 : c->threads;
     const int alone = threads == 1 || (units >= 4 * threads) || units % threads == 0; /* a thread takes whole units */
     const int64_t kept = c->keep ? nkp + cells : 0, packed = up(k_size + v_size + kept * 4, 64) + 192;
-    const int64_t own = (alone ? packed : 0) + sizeof(Space) + q_size + factors + BLOCK * (width + most) * 4 + 2048
+    const int64_t own = (alone ? packed : 0) + sizeof(Space) + q_size + factors + scores + BLOCK * (width + most) * 4 + 2048
                       + (c->rows ? BLOCK * CELL * most : RS * TILE) * 4
                       + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4;
     const int64_t sums = alone ? size : group * size, shared = (alone ? 0 : packed) + threads * sums * 8 + 256;
@@ -739,7 +744,7 @@ int qkv_attend(const Call *c) {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
         char *mine = memory + me * up(own, 4096);
         Space *s = take(&mine, sizeof(Space));
-        s->q = take(&mine, q_size), s->factors = take(&mine, factors), s->o = take(&mine, BLOCK * width * 4);
+        s->q = take(&mine, q_size), s->factors = take(&mine, factors), s->scores = take(&mine, scores), s->o = take(&mine, BLOCK * width * 4);
         s->p = take(&mine, (c->rows ? BLOCK * CELL * most : RS * TILE) * 4);
         s->offset = take(&mine, most * BLOCK * 4), s->spans = take(&mine, most * STRIPS * 4);
         s->runs = take(&mine, most * (int64_t)sizeof(Run)), s->run_of = take(&mine, cells * 4);

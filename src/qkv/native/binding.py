@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from qkv.statistics.reduce import Request
 
 
-BFLOAT16_PRODUCTS = 5  # the level of a processor that multiplies bfloat16
+MULTIPLIED = {5: (torch.bfloat16,), 6: (torch.bfloat16, torch.float16)}
+"""By level of `INSTRUCTIONS`, the dtypes that are multiplied without conversion to float32."""
 FEW_ROWS = 16
 """Up to so many queries of a key head, keys and values are read in place (`decode.c`)."""
 LARGEST_SCORE = 1e28  # a masked pair has a score of −1e30
@@ -86,8 +87,8 @@ def library() -> ctypes.CDLL | str:
         for name, arguments in (("attend", Arguments), ("decode", Arguments), ("gradients", Gradients)):
             function = getattr(compiled, f"qkv_{name}")
             function.argtypes, function.restype = [ctypes.POINTER(arguments)], ctypes.c_int
-        if compiled.qkv_level() == BFLOAT16_PRODUCTS:
-            compiled.qkv_attend_bfloat16.argtypes = [ctypes.POINTER(Arguments)]
+        for dtype in MULTIPLIED.get(compiled.qkv_level(), ()):
+            getattr(compiled, f"qkv_attend_{str(dtype)[6:]}").argtypes = [ctypes.POINTER(Arguments)]
     except (OSError, AttributeError) as error:
         return f"the native library {LIBRARY.name} cannot be loaded: {error}"
     return compiled
@@ -188,11 +189,12 @@ def empty(*shape: int) -> Tensor:
 
 
 def products(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
-    """Return the dtype of a call in the library: bfloat16 if q, k and v have it and the processor multiplies it."""
-    if q.dtype != torch.bfloat16 or k.dtype != q.dtype or v.dtype != q.dtype:
+    """Return the dtype of a call in the library: that of q, k and v if they have one that the processor multiplies."""
+    if q.dtype == torch.float32 or k.dtype != q.dtype or v.dtype != q.dtype:
         return torch.float32
     many = q.shape[2] * q.shape[1] > FEW_ROWS * k.shape[1]
-    return q.dtype if many and library().qkv_level() == BFLOAT16_PRODUCTS else torch.float32  # type: ignore[union-attr]
+    multiplied = MULTIPLIED.get(library().qkv_level(), ())  # type: ignore[union-attr]
+    return q.dtype if many and q.dtype in multiplied else torch.float32
 
 
 def _in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -302,8 +304,8 @@ def run(of: Prepared | Gradients) -> bool:
     assert not isinstance(compiled, str)
     if isinstance(of, Gradients):
         status: int = compiled.qkv_gradients(of)
-    elif of.held[0].dtype == torch.bfloat16:
-        status = compiled.qkv_attend_bfloat16(c)
+    elif of.held[0].dtype != torch.float32:
+        status = getattr(compiled, f"qkv_attend_{str(of.held[0].dtype)[6:]}")(c)
     else:
         status = (compiled.qkv_decode if c.nq * c.h <= FEW_ROWS * c.hkv else compiled.qkv_attend)(c)
     if status == 1:

@@ -1,4 +1,5 @@
-/* All functions for one set of instructions, in one translation unit; with BFLOAT16 only those that multiply bfloat16.
+/* All functions for one set of instructions, in one translation unit; with BFLOAT16, or with PARTS (of a number, see amx.h),
+ * only the one for such products.
  *
  * Headers of isa/ give the registers, the products of strips of queries and panels of keys or values, and the packing for
  * them; no other file knows the instruction set. */
@@ -9,7 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
+#if defined(PARTS)
+#include "isa/amx.h"
+#elif defined(__AVX512F__)
 #include "isa/avx512.h"
 #elif defined(__AVX__)
 #include "isa/avx2.h"
@@ -19,7 +22,9 @@
 #include "isa/base.h"
 #endif
 
-#if defined(BFLOAT16)
+#if defined(PARTS)
+#include "attention.c"
+#elif defined(BFLOAT16)
 #include "isa/bfloat16.h"
 #include "attention.c"
 #else
