@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import MASKS, close, largest_tensor, rand, refusals, triple
+from conftest import MASKS, close, largest_tensor, rand, refusals, set_sizes, triple
 from own_objects import HeavyTail, Manhattan, Ramp, Share, Slope, SoftplusSquared, Square, Squeeze
 from qkv import InputError, biases, masks, measure, normalizers
 from qkv._contract import learned_tensors
@@ -225,7 +225,8 @@ def test_autocast_and_fewer_dimensions() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("normalizer", [None, normalizers.Sparsemax()], ids=str)
-def test_linear_memory(normalizer: Any) -> None:
+def test_linear_memory(monkeypatch: pytest.MonkeyPatch, normalizer: Any) -> None:
+    set_sizes(monkeypatch, panel=2**17)
     q, k, _ = triple(b=1, h=2, hkv=1, nq=1024, nk=1024, d=4, dtype=torch.float32, grad=True)
 
     def run() -> None:

@@ -7,6 +7,7 @@ Converged rows stop moving, so a row's result does not depend on the others in t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,13 +16,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._contract import overrides
+from qkv.engine.tiles import spans
 from qkv.errors import InputError
 from qkv.normalizers import Normalizer, Scores, SumToOne, checked_shape, weights_of
 
 PerRow = Float[Tensor, "*n"]
 
 STEPS = 200  # most steps of a search: bisection alone needs fewer
-GROUP = 8  # the initial guess samples two of this many adjacent keys
+GROUP, STEP = 8, 32  # the initial guess samples two of this many keys, each this many after the last
 FEW = 512  # with at most this many keys there is no initial guess from a sample
 TOLERANCE = 4  # of log Σ w, in eps
 JUMP = 0.01  # tolerance of log Σ w at a fully converged level: more is a discontinuity, not a rounding error
@@ -39,63 +41,79 @@ def level_of_rows(normalizer: Normalizer, scores: Scores) -> PerRow:
         return search_level(normalizer, scores)[0]
 
 
-def search_level(normalizer: Normalizer, scores: Scores) -> tuple[PerRow, Scores]:
-    """Return the level and weights of whole rows, by search; without gradients."""
+def search_level(normalizer: Normalizer, scores: Scores, space: Scores | None = None) -> tuple[PerRow, Scores]:
+    """Return the level and weights of whole rows, by search; without gradients.
+
+    With `space`, the weights are in it, and the scores may change where they are masked.
+    """
     scores = scores.detach()
     top = scores.amax(-1)
     empty = top == -torch.inf
+    weights = torch.empty_like(scores) if space is None else space
+    scores = scores.clone() if space is None else scores
     rows = _MaskedRows(normalizer, scores, top)
     start = top.masked_fill(empty, 0)
     fall = torch.ones_like(start)
     if scores.shape[-1] > FEW:
-        groups = scores[..., : scores.shape[-1] // GROUP * GROUP].unflatten(-1, (-1, GROUP))
-        most = groups.amax(-1)  # of each group of adjacent keys; another of its scores stands for the rest of it
-        sample = torch.cat([most, torch.where(groups[..., 0] == most, groups[..., 1], groups[..., 0])], -1)
-        best = sample.amax(-1)
+        # Groups of keys some steps apart; the largest score of each, and another that stands for the rest of it.
+        groups = scores[..., : scores.shape[-1] // (GROUP * STEP) * (GROUP * STEP)].unflatten(-1, (-1, GROUP, STEP))
+        most = groups.amax(-2)
+        other = torch.where(groups[..., 0, :] == most, groups[..., 1, :], groups[..., 0, :])
+        sample = torch.cat([most, other], -1).flatten(-2)
+        best, some = sample.amax(-1), weights.flatten()[: sample.numel()].view(sample.shape)
         sampled = _MaskedRows(normalizer, sample, best)
 
         def estimate(level: Tensor) -> Tensor:
-            largest, other = sampled.weights(level).unflatten(-1, (2, -1)).unbind(-2)
-            return largest.sum(-1) + (GROUP - 1) * other.sum(-1)
+            largest, rest = sampled.weights(level, some).unflatten(-1, (-1, 2, STEP)).sum((-3, -1)).unbind(-1)
+            return largest + (GROUP - 1) * rest
 
         estimated, slope, sure = root(estimate, start, fall, best == -torch.inf, 1e-2)
         start, fall = torch.where(sure, estimated, start), torch.where(sure, slope, fall)
-    weights: list[Tensor] = []
 
     def total(level: Tensor) -> Tensor:
-        weights[:] = [rows.weights(level)]
-        return weights[0].sum(-1)
+        return rows.weights(level, weights).sum(-1)
 
     level, _, sure = root(total, start, fall, empty, TOLERANCE * torch.finfo(scores.dtype).eps)
     if not bool(sure.all()):
-        raise_no_level(normalizer, top, level, weights[0].sum(-1), sure)
-    return level, weights[0]  # weights at the final level
+        raise_no_level(normalizer, top, level, weights.sum(-1), sure)
+    return level, weights  # at the final level
 
 
 class _MaskedRows:
-    """Rows of scores with masked entries (−inf), whose weights are 0."""
+    """Rows of scores with masked entries (−inf), whose weights are 0; it may overwrite the masked scores."""
 
     def __init__(self, normalizer: Normalizer, scores: Scores, top: PerRow) -> None:
         self.normalizer, self.scores = normalizer, scores
         self.masked: Tensor | None = None
         if normalizer.zero_at_minus_infinity:
             return
-        masked = scores == -torch.inf
-        where = masked.flatten(0, -2).any(0).nonzero()[:, 0]
+        where = (~(scores.flatten(0, -2).amin(0) > -torch.inf)).nonzero()[:, 0]
         if len(where):  # most columns of a panel are not masked
             self.columns = slice(int(where[0]), int(where[-1]) + 1)
-            self.masked = masked[..., self.columns]
-            self.scores = scores.clone()
-            ordinary = top.masked_fill(top == -torch.inf, 0)[..., None]
-            self.scores[..., self.columns] = torch.where(self.masked, ordinary, scores[..., self.columns])
+            some = scores[..., self.columns]
+            self.masked = some == -torch.inf
+            some.copy_(torch.where(self.masked, top.masked_fill(top == -torch.inf, 0)[..., None], some))
 
-    def weights(self, level: PerRow) -> Scores:
-        """Return weights at the given levels."""
-        weights = checked_shape(self.normalizer, self.normalizer.weigh(self.scores, level[..., None]), self.scores)
+    def weights(self, level: PerRow, out: Scores) -> Scores:
+        """Return weights at the given levels, in `out`."""
+        by_parts(self.normalizer, self.normalizer.weigh, self.scores, level, out)
         if self.masked is not None:
-            weights = weights.contiguous()
-            weights[..., self.columns].masked_fill_(self.masked, 0)
-        return weights
+            out[..., self.columns].masked_fill_(self.masked, 0)
+        return out
+
+
+PART = 2**17  # scores whose weights are computed at once: several tensors of them fit in cache
+
+
+def by_parts(
+    normalizer: Normalizer, weigh: Callable[..., Scores], scores: Scores, level: PerRow | None, out: Scores
+) -> Scores:
+    """Return ``weigh(scores, level)`` in `out`, which may be the scores, computed for some of the queries at a time."""
+    for rows in spans(scores.shape[-2], max(1, PART * scores.shape[-2] // scores.numel())):
+        some = scores[..., rows, :]
+        weights = weigh(some, None if level is None else level[..., rows, None])
+        out[..., rows, :] = checked_shape(normalizer, weights, some)
+    return out
 
 
 def root(
@@ -119,22 +137,22 @@ def root(
         near = (y.abs() <= tolerance * (1 + x.abs() / 4)) | y.isnan() | empty
         done = done | near | (gap <= 2 * eps * x.abs() + tiny)
         slope_between = (y_before - y) / (x - before)
-        fall = torch.where(slope_between.isfinite() & (slope_between > 0) & ~done, slope_between, fall)
+        fall = torch.where((slope_between > 0) & (slope_between < torch.inf) & ~done, slope_between, fall)
         lost = ~done & ((x - start).abs() > FARTHEST * (1 + start.abs()))
         if bool((done | lost).all()):
             break
-        bracketed = gap.isfinite()
         move = y / (fall if number == 0 else slope_between)  # secant step
         # Without a bracket the steps may grow; where the secant step is invalid, they double. A step of 0 counts as one
         # rounding error, else the doubling would never leave the level.
-        move = torch.where(move.isfinite() & (move * y > 0), move.abs().minimum(8 * width), 2 * width)
+        forward = move * y
+        move = torch.where((forward > 0) & (forward < torch.inf), move.abs().minimum(8 * width), 2 * width)
         beyond = x + torch.where(y > 0, move, -move)
         middle = low + gap / 2
         inside = (beyond > low) & (beyond < high)
         if number % 3 == 0:
             inside &= gap <= span / 2
             span = gap
-        new = torch.where(bracketed & ~inside, middle, beyond)
+        new = torch.where((gap < torch.inf) & ~inside, middle, beyond)
         new = torch.where(done | lost, x, new)
         width = torch.where(done, width, (new - x).abs().maximum(eps * x.abs() + tiny))
         before, y_before, x = x, y, new
@@ -160,20 +178,24 @@ def raise_no_level(normalizer: Normalizer, top: PerRow, level: PerRow, total: Pe
 
 
 def solved_weights(
-    normalizer: Normalizer, scores: Scores, learned: Mapping[str, Tensor], level: PerRow | None = None
-) -> tuple[Scores, PerRow]:
+    normalizer: Normalizer, scores: Scores, learned: Mapping[str, Tensor], level: PerRow | None = None,
+    space: Scores | None = None,
+) -> tuple[Scores, PerRow]:  # fmt: skip
     """Return the weights of whole rows, and their level, found if it is not known; −inf where masked.
 
-    Differentiable in the scores and learned tensors, by the implicit function theorem.
+    Differentiable in the scores and learned tensors, by the implicit function theorem; not with `space`, which is as of
+    `search_level`.
     """
     if torch.is_grad_enabled() and (scores.requires_grad or learned):
         weights, level = _Solved.apply(normalizer, level, scores, *learned.values())
         return weights, level
     if level is None and not overrides(normalizer, SumToOne, "level_of"):
-        level, weights = search_level(normalizer, scores)
+        level, weights = search_level(normalizer, scores, space)
         return weights, level
     level = level_of_rows(normalizer, scores) if level is None else level
-    return weights_of(normalizer, scores, level[..., None]), level
+    if space is None:
+        return weights_of(normalizer, scores, level[..., None]), level
+    return by_parts(normalizer, functools.partial(weights_of, normalizer), scores, level, space), level
 
 
 class _Solved(torch.autograd.Function):

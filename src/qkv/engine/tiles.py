@@ -178,6 +178,8 @@ class Tile:
         self.at_keys = batch, slice(heads.start // share, -(-heads.stop // share)), columns
         self.shape = tuple(x.stop - x.start for x in (batch, heads, rows, columns))
         self.region = Region(rows, columns, batch, heads, call.grid.offset, call.q.device)
+        self.space: Tensor | None = None
+        """Memory for the products of queries and keys."""
 
     def part(self, name: str) -> Tensor | None:
         """Return what the tile needs of a tensor of the call (b, h, n, …); dimensions of size 1 broadcast."""
@@ -186,7 +188,8 @@ class Tile:
             return None
         at = self.at_keys if name in ("k", "v") else self.at
         slices = tuple(cut if size > 1 else slice(None) for cut, size in zip(at, x.shape, strict=False))
-        if self.leaves is None or name not in self.leaves.totals:
+        by_hand = name == "v" or (name in ("q", "k") and self.call.pairwise is None)  # see the methods for products
+        if self.leaves is None or name not in self.leaves.totals or by_hand:
             return x[slices]
         return self.leaves.leaf(x[slices], self.leaves.totals[name][slices].add_)
 
@@ -262,7 +265,27 @@ class Tile:
         """Return scale · q·k of the tile, or its pairwise scores, before any bias."""
         if self.call.pairwise is not None:
             return self._pairwise(self.call.pairwise)
-        return torch.bmm(*self._factors()).view(self.shape)
+        product = multiplied(*self._factors(), self.space).view(self.shape)
+        return product if self.leaves is None else self.leaves.leaf(product, self._add_factors)
+
+    def _add_factors(self, grad: Scores) -> None:
+        """Add the gradients of queries and keys, given that of their products."""
+        assert self.leaves is not None
+        q, k = self._factors()
+        grad, totals = grad.reshape(len(k), -1, self.shape[3]), self.leaves.totals
+        if "q" in totals:
+            totals["q"][self.at] += torch.bmm(grad, k.mT).mul_(self.call.scale).view(*self.shape[:3], -1)
+        if "k" in totals:
+            add_product(totals["k"][self.at_keys], grad.mT, q)
+
+    def value_gradients(self, weights: Scores, grad: Float[Tensor, "b h q dv"], space: Tensor) -> Scores:
+        """Add the gradient of the values, given that of `weigh`; return the gradient of the weights, in `space`."""
+        assert self.leaves is not None
+        grad = grad.reshape(len(self.v), -1, grad.shape[3])
+        if "v" in self.leaves.totals:
+            folded = weights.detach().reshape(len(grad), -1, self.shape[3])
+            add_product(self.leaves.totals["v"][self.at_keys], folded.mT, grad)
+        return multiplied(grad, self.v.mT, space).view(self.shape)
 
     def _pairwise(self, score: Pairwise) -> Scores:
         """Return pairwise scores, in chunks of rows that bound the memory of intermediates."""
@@ -359,6 +382,19 @@ class Tile:
         return weights if masked is None else weights.masked_fill(masked, 0)
 
 
+def multiplied(a: Tensor, b: Tensor, space: Tensor | None) -> Tensor:
+    """Return the batched product of matrices, in `space` (b, h, n, m) if given."""
+    return torch.bmm(a, b) if space is None else torch.bmm(a, b, out=space.view(len(a), -1, b.shape[2]))
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the batched product of matrices to `total` (b, hkv, n, d)."""
+    if len(total) == 1:
+        total[0].baddbmm_(a, b)
+    else:
+        total += torch.bmm(a, b).view(total.shape)
+
+
 # --- noise ------------------------------------------------------------------------------------------------------------
 #
 # Each number is a hash of (seed, batch item, head, query, key), so all kernels draw the same numbers and the backward
@@ -415,20 +451,22 @@ def head_groups(call: Call, scores: int, most: int, *, batched: bool = True) -> 
         yield from ((item, some) for some in spans(heads, together))
 
 
-def status_of_tiles(call: Call, batch: slice, heads: slice, size: int) -> list[list[int]]:
-    """Return the block status of each tile of `size` × `size`, over these heads."""
+def status_of_tiles(call: Call, batch: slice, heads: slice, rows: int, columns: int) -> list[list[int]]:
+    """Return the block status of each tile of `rows` × `columns`, over these heads."""
     grid, mask = call.grid, call.mask
 
     def status() -> list[list[int]]:
-        every = Region(slice(None), slice(None), batch, heads).of(block_status(mask, Tiles.of(grid, size, size), grid))
+        every = Region(slice(None), slice(None), batch, heads).of(
+            block_status(mask, Tiles.of(grid, rows, columns), grid)
+        )
         low, high = every.amin((0, 1)), every.amax((0, 1))
         return torch.where(low == high, low, PARTIAL).tolist()
 
     if mask is None:
         return status()
-    tiles = -(-grid.n_queries // size) * -(-grid.n_keys // size)
+    tiles = -(-grid.n_queries // rows) * -(-grid.n_keys // columns)
     of = batch.start, batch.stop, heads.start, heads.stop
-    return cached_for_mask(mask, grid, ("status", size, of), status, lambda _: 8 * tiles)
+    return cached_for_mask(mask, grid, ("status", rows, columns, of), status, lambda _: 8 * tiles)
 
 
 def tiles(call: Call, *, batched: bool = True) -> Iterator[Tile]:
@@ -436,7 +474,7 @@ def tiles(call: Call, *, batched: bool = True) -> Iterator[Tile]:
     table, n_queries, n_keys = sizes(call.q.device), call.q.shape[2], call.k.shape[2]
     scores = min(n_queries, table.tile) * min(n_keys, table.tile)
     for batch, heads in head_groups(call, scores, table.heads * table.tile**2, batched=batched):
-        status = status_of_tiles(call, batch, heads, table.tile)
+        status = status_of_tiles(call, batch, heads, table.tile, table.tile)
         for rows, of_row in zip(spans(n_queries, table.tile), status, strict=True):
             for columns, one in zip(spans(n_keys, table.tile), of_row, strict=True):
                 if one != EMPTY:

@@ -28,7 +28,7 @@ def unsupported_reason(call: Call) -> str | None:
 def forward(call: Call) -> Result:
     """Compute attention, and its weights after dropout; both in the dtype of the inputs."""
     batch, heads, queries, keys = (slice(0, n) for n in (*call.q.shape[:3], call.k.shape[2]))
-    rows = attend_rows([Tile(call, batch, heads, queries, keys, FULL if call.mask is None else PARTIAL)])
+    out, rows = attend_rows([Tile(call, batch, heads, queries, keys, FULL if call.mask is None else PARTIAL)])
     (weights,) = rows.weights()
     weights = weights if rows.dropout is None else weights * rows.dropout[0]
-    return Result(rows.out.to(call.v.dtype), rows.level if call.normalizer.has_lse else None, weights.to(call.v.dtype))
+    return Result(out.to(call.v.dtype), rows.level if call.normalizer.has_lse else None, weights.to(call.v.dtype))

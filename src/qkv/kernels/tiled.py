@@ -1,6 +1,6 @@
 """The tiled kernel: attention of any composition by blocks of whole rows; linear memory, any device.
 
-A block is computed again in the backward, and autograd runs through it: see `qkv.engine.rows`.
+A block is computed again in the backward; autograd differentiates its weights: see `qkv.engine.rows`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qkv.engine.call import Call, Result, RowState, detached
-from qkv.engine.rows import attend, attend_rows, row_blocks
+from qkv.engine.call import Call, Result, RowState, at_least_float32, detached
+from qkv.engine.rows import add_gradients, attend
 from qkv.engine.tiles import Leaves
 from qkv.engine.transforms import NEEDS, Need, Results, differentiable_call, unmet
 from qkv.partial import Partial, sink_gradient
@@ -35,22 +35,20 @@ def row_state(call: Call) -> RowState:
 
 
 def _compute(call: Call) -> tuple[Results, Results]:
-    """Return out and lse, and the level of the rows for the backward."""
+    """Return out and lse, and the level and sum of the rows for the backward."""
     out, state = attend(call)
-    return (out.to(call.v.dtype), state.level if call.normalizer.has_lse else None), (state.level,)
+    return (out.to(call.v.dtype), state.level if call.normalizer.has_lse else None), (state.level, state.total)
 
 
 def _backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
     """Return gradients of the tensors named in `wanted`, at least float32, given those of the output and the lse."""
-    (out, lse), (level,), (grad, grad_lse) = results, more, grads
+    (out, lse), (level, total), (grad, grad_lse) = results, more, grads
     if call.normalizer.has_lse:
         return gradients(call, Partial(out, lse), torch.zeros_like(out) if grad is None else grad, grad_lse, wanted)
-    leaves = Leaves(call, wanted)
-    for tiles in row_blocks(call, leaves):
-        at = tiles[0].at
-        with torch.enable_grad():
-            rows = attend_rows(tiles, None if level is None else level[at])
-        leaves.backward((rows.out, grad[at]))
+    leaves, divisor = Leaves(call, wanted), call.divisor if total is None else total
+    grad = grad.to(at_least_float32(grad.dtype))
+    grad = grad if divisor is None else grad / divisor[..., None]
+    add_gradients(leaves, grad, None if total is None else -(grad * out).sum(-1), level=level)
     return leaves.totals
 
 
@@ -66,10 +64,5 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
         leaves.totals["sink"] = sink_gradient(call.sink, whole, grad, grad_lse)
     inner = (grad * whole.out).sum(-1).to(lse.dtype)
     inner = inner if grad_lse is None else inner - grad_lse
-    for tiles in row_blocks(call, leaves):
-        at = tiles[0].at
-        with torch.enable_grad():
-            rows = attend_rows(tiles, lse=lse[at])
-            sums = [x.sum(-1) for x in rows.numerators]
-        leaves.backward((rows.out, grad[at]), *((x, -inner[at]) for x in sums))
+    add_gradients(leaves, grad, -inner, lse=lse)
     return leaves.totals

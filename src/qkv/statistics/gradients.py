@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.engine.call import Call, Result, RowState, at_least_float32
-from qkv.engine.rows import Rows, attend_rows, row_blocks
+from qkv.engine.rows import Rows, row_blocks, row_weights
 from qkv.engine.tiles import Leaves, Tile
 from qkv.engine.transforms import Results, differentiable_call, transformed
 from qkv.errors import InputError
@@ -124,7 +124,7 @@ def _input_gradients(
     leaves = Leaves(call, needed)
     for tiles in row_blocks(call, leaves, batched=len(set(firsts)) == 1):
         with torch.enable_grad():
-            block = attend_rows(tiles, None if rows.level is None else rows.level[tiles[0].at])
+            block = row_weights(tiles, None if rows.level is None else rows.level[tiles[0].at])
             results = _statistics(tiles, block, grads, masks, firsts)
         leaves.backward(*results)
     return leaves.totals
