@@ -365,6 +365,24 @@ def test_long_text_is_rendered_in_part(view: Opens, served: Served) -> None:
     assert seen == [[at, tokens[at]] for at in range(first, first + len(seen))]
 
 
+def test_a_token_is_pinned_from_the_start_and_the_first_one_is_left_out_where_it_is_a_sink(
+    view: Opens, mini: Served
+) -> None:
+    one = view(mini).open("text", layer=4, head=2)
+    n = mini.profile("mini").data.sizes["key"]
+    expect(one.page.locator(".text-token p")).to_contain_text(f"token {n - 1} of {n}")
+    expect(one.page.locator(token(0))).not_to_have_attribute("style", re.compile("background"))
+    weights = mini.profile("mini").data["weights"].values[0, 4, 2]
+    many = ((weights >= 0.05) & ~np.eye(n, dtype=bool)).sum(0)
+    expect(one.page.locator(".arcs path")).to_have_count(int(many[1:].sum()))
+    one.page.uncheck(".leave input")
+    expect(one.settled().page.locator(".arcs path")).to_have_count(int(many.sum()))
+    assert one.state["leave"] == "0"
+    one.page.focus(".flow")
+    one.press("Escape", "Escape").settled()
+    assert re.search("pins=(&|$)", one.page.url), "no token is pinned any more"
+
+
 # ---- the text: export ---------------------------------------------------------------------------------------
 
 
@@ -398,7 +416,7 @@ TITLES = [
     "Norm of the first token’s value",
     "What the first token’s value adds",
     "Norm of the first token’s key",
-    "Sink score α on three kinds of text",
+    "Mean weight on the first token, on three kinds of text",
     "Largest activation by depth",
 ]
 
@@ -443,7 +461,7 @@ def test_dots_show_the_numbers_of_the_profile(view: Opens, mini: Served) -> None
     assert f"{over} of {len(heads)}" in one.page.locator(".sink-figure").nth(5).inner_text()
     lead = plain(one.page.inner_text(".sink-lead"))
     assert lead.startswith(f"{over} of {len(heads)} heads ha")
-    assert f"rows of even weights have α = {sinks['alpha_even'].mean():.2g}" in lead
+    assert f"even attention would give {percent(sinks['alpha_even'].mean())}" in lead
     assert one.page.locator("main tbody tr").count() == len(profile.sink_tokens())
 
 
@@ -633,7 +651,7 @@ def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> Non
     assert after(page.keyboard.press, "ArrowLeft") == "Layer 2, head 2"
     focused = page.evaluate("document.activeElement.getAttribute('aria-label')")
     assert focused.startswith("Layer 2, head 2: ")
-    assert after(page.click, cell(0, 4, "#wall")) == page.locator("#big-map h3").inner_text() == "Layer 0, head 4"
+    assert after(page.click, cell(0, 4, ".wall")) == page.locator("#big-map h3").inner_text() == "Layer 0, head 4"
     page.click(cell(2, 2))
     assert after(page.click, '[data-key="on"]') == "Layer 2, head 3"
     assert page.evaluate("document.activeElement.dataset.key") == "on", "the focus is kept"
@@ -655,6 +673,17 @@ def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> Non
     query, key = map(int, re.match(r"query (\d+) “.*” → key (\d+) ", said).groups())  # type: ignore[union-attr]
     assert query - key == 3, "from the middle, two down and one to the left"
     assert share(said) == pytest.approx(float(profile.data["weights"][0, 2, 3, query, key]), abs=0.004)
+    assert page.url.endswith("#L2H3"), "the selection is in the address"
+    page.evaluate("location.hash = '#L0H1'")
+    rested(page)
+    assert page.locator("#card h3").inner_text() == "Layer 0, head 1"
+    first = next(one for one in profile.findings() if one.heads)
+    page.click(f'.value:has-text("{first.value}") >> nth=0')
+    rested(page)
+    shown = page.locator(".wall-cell:not(.faded)").evaluate_all(
+        "(all) => all.map((x) => [x.dataset.layer, x.dataset.head])"
+    )
+    assert [int(layer) * len(profile.data["head"]) + int(head) for layer, head in shown] == list(first.heads)
     page.click('[data-key="sort-sink"]')
     best = heads.loc[heads["sink"].idxmax()]
     assert page.inner_text("#head-table tbody th >> nth=0") == f"L{best['layer']} · H{best['head']}"

@@ -250,7 +250,7 @@ class App {
       this.trouble(error);
     }
     const title = PAGES.find(({ id }) => id === page)?.title ?? "Waiting";
-    const root = h("section", { class: `page page-${page}`, "aria-label": title, "aria-busy": "true" });
+    const root = h("section", { class: `page page-${page}`, "aria-label": title, "aria-busy": "true" }, h("h1", { class: "unseen" }, title));
     document.getElementById("main").replaceChildren(root);
     scrollTo(0, 0);
     if (this.#mounted) this.announce(title);

@@ -108,7 +108,7 @@ export function headButton(group, layer, head, tip, attributes, ...children) {
 /** A grid with a row per layer and a column per head. `cell(l, k)` makes a cell; each `every`-th head has its number above it. */
 export function layerGrid({ layers, heads }, cell, every, attributes) {
   return h("div", { role: "grid", ...attributes },
-    h("div", { role: "row", class: "row" }, h("span"), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, k % every ? "" : String(id)))),
+    h("div", { role: "row", class: "row" }, h("span"), heads.map((id, k) => h("span", { role: "columnheader", class: "column", "aria-label": String(id) }, k % every ? "" : String(id)))),
     layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cell(l, k)))));
 }
 
@@ -202,7 +202,7 @@ export function headCard({ group, view, layer, head, step }) {
         h("button", { type: "button", "data-key": "on", class: "quiet", "aria-label": "Next head", onclick: () => step(1) }, "→"))),
     h("p", { class: "goes" }, number("goes_to"), type !== "mixed" ? h("span", { class: "kind" }, ` · ${type} head`) : null),
     stack(sharesOf(group, view, layer, head), { window: group.window, legend: true, label: "Where the weight goes" }),
-    h("p", { class: "card-note" }, "Each key counts once, under its first matching name, beginning with the first token."),
+    h("p", { class: "card-note" }, "Each key counts under the first name that fits; the parts add up to all of the weight."),
     h("dl", { class: "numbers" },
       statisticsOf(view).filter((name) => number(name) !== null).map((name) =>
         h("div", { "data-tip": meaningOf(group, name) }, h("dt", {}, labelOf(group, name)), h("dd", {}, written(number(name), looks.statistics[name].unit)))),

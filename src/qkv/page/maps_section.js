@@ -9,7 +9,7 @@ export class MapsSection {
   /** onselect(layer, head); onpin, onview and ontrouble as in HeadMap. Its elements: those of `wall`, and `mapBox`. */
   constructor({ onselect, ...listeners }) {
     Object.assign(this, { shown: null, settings: {} });
-    this.wall = new Wall({ select: onselect, onset: (changes) => { Object.assign(this.settings, changes); this.draw(); } });
+    this.wall = new Wall({ banner: true, select: onselect, onset: (changes) => this.set(changes) });
     this.large = new HeadMap(listeners);
     // The wheel scrolls the page, unless the map was selected or Ctrl is held.
     this.large.stage.addEventListener("wheel", (event) => {
@@ -31,6 +31,12 @@ export class MapsSection {
     return this.large.show({
       shape: maps.shape, tile: (...tile) => maps.tile(row, ...tile), pair: maps.pair ? (...pair) => maps.pair(row, ...pair) : null, note: () => maps.note, tokens: { keys: view.keys, queries: view.queries || view.keys }, profiles: edgeCurves(curves, view, row), name: headName(group, layer, head),
     });
+  }
+
+  /** Order or filter the wall, as with its controls. */
+  set(changes) {
+    Object.assign(this.settings, changes);
+    this.draw();
   }
 
   /** Draw the wall and its controls again. */

@@ -3,18 +3,22 @@
 import { TEXT } from "./address.js";
 import { looks } from "./colour.js";
 import { h, replace } from "./dom.js";
-import { findingTiles, joined } from "./findings.js";
+import { findingTiles, leadOf } from "./findings.js";
 import { csvOf } from "./export.js";
 import { KIND, allHeads, factsOf, HeadCurves, headCard, headName, headTitle, labelOf, markHead, mostSimilar, rowOf, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
 
+import { Wall } from "./wall.js";
+
 const SIMILAR = 3; // heads that the card names
 
-/** Key of its state: `statistic`. */
+/** Keys of its state: `statistic`; `sort`, `by`, `only`, as of the page of all maps; `finding`, whose heads the wall shows. */
 export const mount = (root, app) => new Overview(root, app);
 
 class Overview {
   #app;
   #head = h("header", { class: "overview-found" });
+  #wall;
+  #tiles = h("div", { class: "overview-tiles" });
   #controls = h("div", { class: "controls" });
   #grid = h("div", { class: "grid-box overview-grid" });
   #layers = h("div", { class: "overview-layers" });
@@ -25,8 +29,12 @@ class Overview {
 
   constructor(root, app) {
     this.#app = app;
-    root.append(this.#head,
-      h("div", { class: "overview-split" }, h("div", {}, this.#controls, this.#grid, this.#layers), this.#card),
+    this.#wall = new Wall({
+      banner: true, onset: ({ chosen, ...changes }) => app.go({ ...changes, finding: chosen }),
+      select: (layer, head) => app.go({ layer, head }, { replace: true }), open: (layer, head) => app.go({ page: "map", layer, head }),
+    });
+    root.append(this.#head, h("div", { class: "walled" }, this.#wall.box, this.#wall.controls), this.#tiles,
+      h("div", { class: "overview-split" }, h("div", {}, h("h2", { class: "unseen" }, "Every head"), this.#controls, this.#grid, this.#layers), this.#card),
       this.#curves.element);
   }
 
@@ -42,6 +50,8 @@ class Overview {
     if (this.#corrected()) return; // which calls update again
     const { layer, head } = this.#app.state, has = (...keys) => keys.some((key) => changed.has(key)), other = has("page", ...TEXT), moved = has("layer", "head");
     if (other) this.#found();
+    if (other || has("sort", "by", "only", "finding")) this.#maps();
+    else if (moved) markHead(this.#wall.box, layer, head);
     if (other || has("statistic")) this.#heads();
     else if (moved) markHead(this.#grid, layer, head);
     if (other || moved) await this.#selected();
@@ -76,10 +86,25 @@ class Overview {
     const view = this.#view, group = this.#group, { attention, parameters, dtype, "measured in": time } = factsOf(this.#page, group, view);
     const facts = [sizeWords(group), `${attention} attention`, parameters && `${parameters} parameters`, dtype, time && `measured in ${time}`];
     this.#head.replaceChildren(
-      h("p", { class: "overview-headline" }, joined(view.headline)),
+      h("p", { class: "overview-headline" }, leadOf(view)));
+    this.#tiles.replaceChildren(
       h("p", { class: "overview-facts" }, facts.filter(Boolean).join(" · ")),
-      h("div", { class: "overview-tiles" }, h("ul", { class: "tiles" }, findingTiles(view.findings, (layer, head) =>
-        this.#app.go({ page: "map", layer: group.layers.indexOf(layer), head: group.heads.indexOf(head) }), { folded: true }))));
+      h("ul", { class: "tiles" }, findingTiles(view.findings, {
+        open: (layer, head) => this.#app.go({ page: "map", layer: group.layers.indexOf(layer), head: group.heads.indexOf(head) }),
+        show: (finding) => {
+          const of = finding.heads.length ? { finding: view.findings.indexOf(finding), sort: null } : { statistic: finding.statistic };
+          this.#app.go(of);
+          (finding.heads.length ? this.#head : this.#controls).scrollIntoView({ block: "start" });
+        },
+      })));
+  }
+
+  /** The maps of all heads, framed by type. */
+  #maps() {
+    const { state } = this.#app, { group, text, layer, head } = state, shown = this.#app.opened().at(group, text, layer, head);
+    const chosen = this.#view.findings[state.finding]?.heads ?? null;
+    if (shown.maps) this.#wall.draw(shown, { ...state, chosen });
+    else for (const part of [this.#wall.controls, this.#wall.box]) replace(part);
   }
 
   // ---- every head ----------------------------------------------------------------------------------------

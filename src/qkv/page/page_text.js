@@ -1,6 +1,8 @@
 // Text: tokens as running text, the weights of a token in both directions, and paths through the layers.
 
+import { Arcs, firstQuery, hasSink, leaveSwitch } from "./arcs.js";
 import { choice, failure, legend } from "./charts.js";
+import { matrixOf } from "./compare_side.js";
 import { h, replace } from "./dom.js";
 import { headName } from "./heads.js";
 import { integer, named, weightWords } from "./numbers.js";
@@ -32,13 +34,14 @@ class TextPage {
     this.pins = h("div", { class: "text-pins" });
     this.trail = h("nav", { class: "text-trail", "aria-label": "Path through the layers" });
     this.panel = h("div", { class: "text-panel" });
+    this.arcs = new Arcs({ onchoose: (at) => this.togglePin({ side: "query", at }) });
     this.links = new TextLinks({
       ongo: (at) => this.goTo("key", at), onfollow: (layer, head, at, to) => this.follow(layer, head, at, to), ontrouble: (error) => this.app.trouble(error),
     });
     this.root.append(h("div", { class: "text-page" },
       h("div", { class: "text-main" },
         h("div", { class: "text-bar" }, this.find.element, this.settings),
-        this.key, this.box),
+        this.key, this.box, this.arcs.element),
       h("aside", { class: "text-side", "aria-label": "The selected token" }, this.trail, this.pins, this.panel, this.links.element)));
   }
 
@@ -46,8 +49,20 @@ class TextPage {
 
   get of() { return Object.hasOwn(OF, this.app.state.of ?? "") ? this.app.state.of : "head"; }
 
-  /** The pinned tokens, [{side, at}, …], from "12,40" in the address; with two texts, "k40" is key 40. */
+  /** Whether shades and arcs leave out the first token. */
+  get leave() {
+    const { leave } = this.app.state;
+    return leave === undefined ? hasSink(this.weights.text) && !this.weights.crossed : Boolean(leave);
+  }
+
+  /** The pinned tokens, [{side, at}, …], from "12,40" in the address; with two texts, "k40" is key 40. One is pinned from the start. */
   get pinned() {
+    const { group, text, received, weightless } = this.weights, { pins } = this.app.state;
+    if (pins === undefined && !weightless) return [{ side: "query", at: firstQuery(group, text, received) }];
+    return this.pinnedByUser;
+  }
+
+  get pinnedByUser() {
     return String(this.app.state.pins ?? "").split(",").map((word) => /^(k?)(\d+)$/.exec(word)).filter(Boolean)
       .map(([, key, at]) => ({ side: key && this.weights.crossed ? "key" : "query", at: Number(at) }))
       .filter(({ side, at }) => at < this.weights.tokensOf(side).length);
@@ -71,16 +86,21 @@ class TextPage {
     const { source, group, text, layer, head } = this.app.state, textOf = `${source}/${group}/${text}`;
     const wanted = [textOf, layer, head, this.of].join("/");
     if (wanted !== this.loaded) await this.load(wanted, textOf);
+    else if (this.weights && changed.has("leave")) this.show(this.weights, textOf);
     else if (this.weights && ["pins", "trail"].some((key) => changed.has(key))) this.repin(changed.has("pins"));
   }
 
   async load(wanted, textOf) {
     const load = ++this.loads, { group, text, layer, head } = this.app.state, { of } = this;
     this.loaded = wanted;
+    this.matrix = null;
     this.box.classList.add("stale"); // until the new weights are loaded
     try {
       const weights = await TextWeights.of(await this.app.source(), { group, text, layer, head, of });
-      if (load === this.loads) this.show(weights, textOf);
+      if (load !== this.loads) return;
+      this.show(weights, textOf);
+      this.matrix = of === "head" && !weights.crossed && !weights.weightless && weights.queries.length <= 60 ? await matrixOf(weights.source, weights.at, {}) : null;
+      if (load === this.loads) this.drawArcs();
     } catch (error) {
       if (load === this.loads) this.fail(error, wanted, textOf);
     }
@@ -88,10 +108,10 @@ class TextPage {
 
   show(weights, textOf) {
     this.weights = weights;
-    this.shares = receivedShades(weights.received);
+    this.shares = receivedShades(this.kept(weights.received));
     this.shades = null;
     if (this.flowsOf !== textOf) this.makeFlows(textOf);
-    replace(this.settings, choice("Weights of", Object.entries(OF), this.of, (of) => this.app.go({ of: of === "head" ? null : of })));
+    replace(this.settings, weights.crossed ? null : leaveSwitch(this.leave, (leave) => this.app.go({ leave: Number(leave) })), choice("Weights of", Object.entries(OF), this.of, (of) => this.app.go({ of: of === "head" ? null : of })));
     this.repin(true);
   }
 
@@ -101,6 +121,7 @@ class TextPage {
     this.request?.abort();
     this.closeFlows();
     this.links.clear();
+    this.arcs.show(null);
     this.box.classList.remove("stale");
     for (const part of [this.key, this.trail, this.pins, this.panel]) part.replaceChildren();
     this.box.replaceChildren(h("div", { class: "text-failed", role: "status" }, failure(error, () => this.load(wanted, textOf))));
@@ -128,6 +149,16 @@ class TextPage {
     this.box.classList.toggle("two", this.weights.crossed);
     this.box.replaceChildren(...(this.weights.crossed ? [make("query", "Queries"), make("key", "Keys")] : [make("query", null)]));
     this.find.clear();
+  }
+
+  /** Values by key, without the first one if it is left out. */
+  kept(values) {
+    return this.leave ? values.map((value, at) => (at ? value : 0)) : values;
+  }
+
+  drawArcs() {
+    const pin = this.pinned.at(-1);
+    this.arcs.show(this.matrix?.values ? { tokens: this.weights.queries, values: this.matrix.values, pinned: pin ? pin.at : null, leave: this.leave } : null);
   }
 
   closeFlows() {
@@ -178,7 +209,7 @@ class TextPage {
 
   hover(token) {
     // The last token under the pointer stays selected, so that the panel can be reached; unless a token is pinned.
-    if (!token && this.hovered && !this.pinned.length) this.current = this.hovered;
+    if (!token && this.hovered && !this.pinnedByUser.length) this.current = this.hovered;
     this.hovered = token;
     this.repaint();
     this.refresh(token ? DEBOUNCE : 0);
@@ -193,14 +224,14 @@ class TextPage {
 
   /** Pin or unpin a token. */
   togglePin(token) {
-    const word = pinWord(token), words = this.pinned.map(pinWord), had = words.includes(word);
+    const word = pinWord(token), words = this.pinnedByUser.map(pinWord), had = this.pinned.map(pinWord).includes(word);
     this.current = null;
-    this.app.go({ pins: (had ? words.filter((other) => other !== word) : [...words, word]).join(",") || null, ...(had || !this.path.length ? {} : { trail: null }) });
+    this.app.go({ pins: (had ? words.filter((other) => other !== word) : [...words, word]).join(","), ...(had || !this.path.length ? {} : { trail: null }) });
   }
 
   clear() {
     this.hovered = this.current = null;
-    if (this.pinned.length || this.path.length) this.app.go({ pins: null, trail: null });
+    if (this.pinned.length || this.path.length) this.app.go({ pins: "", trail: null });
     else this.refresh(0);
   }
 
@@ -251,7 +282,7 @@ class TextPage {
   /** The look of a token: its fill shows how much it is attended to, its underline how much it attends. */
   look(side, at) {
     const { shades, weights } = this, asKey = !weights.crossed || side === "key", asQuery = !weights.crossed || side === "query";
-    if (!shades) return asKey ? receivedLook(this.shares.level(weights.received[at])) : null;
+    if (!shades) return asKey ? receivedLook(this.shares.level(this.shares.weights[at])) : null;
     const level = (one, takes) => (one && takes ? one.level(one.weights[at]) : 0);
     return weightLook(level(shades.to, asKey), level(shades.from, asQuery), this.tones);
   }
@@ -264,7 +295,7 @@ class TextPage {
   redraw() {
     if (!this.weights) return;
     this.tones = tonesOf();
-    this.shades = weightShades(this.shown.map((token) => this.weights.ofToken(token)).filter(Boolean));
+    this.shades = weightShades(this.shown.map((token) => this.weights.ofToken(token)).filter(Boolean).map(({ to, from }) => ({ to: to && this.kept(to), from })));
     this.pinSet = new Set(this.pinned.map(({ side, at }) => `${side}/${at}`));
     this.box.classList.remove("stale");
     this.repaint();
@@ -273,6 +304,7 @@ class TextPage {
       strip.draw(stripColumns({ received: this.shares, selected: this.shades, tones: this.tones, asKeys: !crossed || side === "key", asQueries: !crossed || side === "query" }));
     this.keys();
     this.about();
+    this.drawArcs();
   }
 
   // ---- legend and panel ----
@@ -280,12 +312,12 @@ class TextPage {
   keys() {
     const many = this.shown.length, { of } = this.weights.at, { whose } = this.weights;
     if (!this.shades) {
-      this.key.replaceChildren(h("span", { class: "text-what" }, `Shaded by the attention each token receives · ${of === "model" ? "mean of all heads" : whose.replace(/^L/, "l")}`), legend({ low: "0", high: weightWords(this.shares.top), note: "of all weight" }));
+      this.key.replaceChildren(h("span", { class: "text-what" }, `Shaded by the attention each token receives · ${of === "model" ? "mean of all heads" : whose.replace(/^L/, "l")}`), legend({ low: "0", high: weightWords(this.shares.top), note: `of all weight${this.leave ? ", without the first token" : ""}` }));
       return;
     }
     const it = many > 1 ? `the ${many} pinned tokens` : "the token", { to, from } = this.shades;
     const part = of === "model" ? " · the weights of a single token are those of this layer" : "";
-    this.key.replaceChildren(h("span", { class: "text-what" }, `${whose}${part}`),
+    this.key.replaceChildren(h("span", { class: "text-what" }, `${whose}${part}${this.leave ? " · without the first token" : ""}`),
       ...[to && h("span", { class: "text-swatch" }, h("i", { class: "fill" }), `${it} attend${many > 1 ? "" : "s"} to · up to ${weightWords(to.top)}`),
         from && h("span", { class: "text-swatch" }, h("i", { class: "under" }), `attend${many > 1 ? "" : "s"} to ${many > 1 ? "them" : "it"} · up to ${weightWords(from.top)}`)].filter(Boolean));
   }
@@ -326,8 +358,9 @@ class TextPage {
     cancel(this.timer);
     this.request?.abort();
     this.closeFlows();
+    this.arcs.close();
   }
 }
 
-/** Keys of its state: `of` ("head", "layer" or "model"), `pins`, `trail`. */
+/** Keys of its state: `of` ("head", "layer" or "model"), `pins`, `trail`, `leave` (1: without the first token, 0: with it). */
 export const mount = (root, app) => new TextPage(root, app);

@@ -1,5 +1,6 @@
 // The text of a profile, shaded by the attention that each token receives, or by the weights of one query.
 
+import { Arcs, firstQuery, hasSink, leaveSwitch } from "./arcs.js";
 import { choice, legend, Miniature, paint, selectFrom } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { rowOfCurve } from "./data.js";
@@ -26,15 +27,16 @@ export class Reading {
     this.strip = h("div", {});
     this.asker = h("div", {});
     this.readout = h("output", { class: "readout" });
+    this.arcs = new Arcs({ onchoose: (at) => this.choose(this.query === at ? null : at) });
     this.pane = h("div", { class: "reading-text" });
-    this.element = h("div", { class: "reading" }, this.controls, this.strip, this.asker, this.readout);
+    this.element = h("div", { class: "reading" }, this.controls, this.arcs.element, this.strip, this.asker, this.readout);
   }
 
   /** Show a head of `PageData.head`. The controls are in `element`, the text is in `pane`. */
   async show(shown) {
     const other = this.shown?.view !== shown.view;
     this.shown = shown;
-    if (other) this.query = null;
+    if (other) Object.assign(this, { query: this.exact && !shown.view.queries ? firstQuery(shown.group, shown.view, shown.curves.mean.values) : null, leave: hasSink(shown.view) && !shown.view.queries });
     await this.update();
     if (other || !this.flow) this.flowOf(shown.view.keys);
   }
@@ -48,10 +50,11 @@ export class Reading {
   async update() {
     const load = ++this.loads, { view, curves, maps, row } = this.shown, queries = view.queries || view.keys;
     if (!this.exact || this.query >= queries.length) this.query = null;
-    const values = this.query === null ? this.received(curves) : await maps.line(row, this.query);
+    const values = this.query === null ? this.received(curves) : await maps.line(row, this.query), between = this.exact && !view.queries ? (await maps.of(row)).largest : null;
     if (load !== this.loads) return;
     this.values = values;
-    this.scale = logarithmic(values, 0.1);
+    this.scale = logarithmic(this.leave ? values.subarray(1) : values, 0.1);
+    this.arcs.show(between && { tokens: view.keys, values: between, pinned: this.query, leave: this.leave });
     this.draw();
     this.flow?.repaint();
   }
@@ -74,6 +77,7 @@ export class Reading {
     const sources = [["all", "All heads"], ["layer", `Layer ${group.layers[layer]}`], ["head", headName(group, layer, head)]];
     replace(this.controls,
       choice("Shade by attention received from", sources, this.source, (source) => { this.source = source; this.choose(null); }),
+      view.queries ? null : leaveSwitch(this.leave, (leave) => { this.leave = leave; this.update(); }),
       legend({ low: percent(low), high: percent(high), note: "share, logarithmic" }));
     replace(this.strip, this.layers(curves, view, group));
     replace(this.asker, view.queries && this.exact ? this.queries(view.queries) : null);
@@ -105,7 +109,7 @@ export class Reading {
     this.flow?.close();
     this.flow = new TokenFlow({
       name: "reading", tokens, label: "The text; arrow keys move between tokens",
-      look: (at) => { const colour = ramp(this.scale.level(this.values[at])); return { background: css(colour), ink: inkOn(colour), line: "" }; },
+      look: (at) => { if (this.leave && !at) return null; const colour = ramp(this.scale.level(this.values[at])); return { background: css(colour), ink: inkOn(colour), line: "" }; },
       kind: (at) => (at === this.query && !this.shown.view.queries ? "pinned" : ""),
       onhover: (at) => this.point(at),
       onchoose: (at) => { if (this.exact && !this.shown.view.queries) this.choose(this.query === at ? null : at); },

@@ -4,7 +4,7 @@ import { integer, percent, short, written } from "./numbers.js";
 import { looks, themeButton, useLooks } from "./colour.js";
 import { HeadCurves, KIND, allHeads, factsOf, headCard, headName, headTitle, labelOf, markHead, meaningOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
-import { findingTiles, joined } from "./findings.js";
+import { findingTiles, leadOf } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
 import { sinkFigures } from "./sinks.js";
@@ -28,10 +28,11 @@ const storedMaps = () => data.maps(state.group, state.text);
 function header() {
   const { attrs } = PAGE, v = view(), g = group();
   $("model").textContent = attrs.model || "Attention profile";
-  $("headline").textContent = joined(v.headline);
+  $("headline").textContent = leadOf(v);
   // The preview in the attributes is of the first text; for other texts, join the tokens.
-  const preview = ((state.text === 0 && attrs.text_preview) || v.keys.slice(0, 60).join("")).trim().replace(/\s+/g, " ");
-  const cut = v.n_keys > 60 || preview.length > 220; // a truncated preview drops a word that was cut
+  const question = state.text === 0 && attrs.arguments?.chat;
+  const preview = (question || (state.text === 0 && attrs.text_preview) || v.keys.slice(0, 60).join("")).trim().replace(/\s+/g, " ");
+  const cut = (!question && v.n_keys > 60) || preview.length > 220; // a truncated preview drops a word that was cut
   $("preview").textContent = `“${cut ? `${preview.slice(0, 220).replace(/ \S*$/, "")} …` : preview}”`;
   const facts = [
     [v.n_queries === v.n_keys ? "tokens" : "queries × keys", v.n_queries === v.n_keys ? integer(v.n_keys) : `${integer(v.n_queries)} × ${integer(v.n_keys)}`],
@@ -60,9 +61,16 @@ function switches() {
 
 function tiles() {
   const { layers, heads } = group();
-  $("tiles").replaceChildren(...findingTiles(view().findings, async (layer, head) => {
-    await select(layers.indexOf(layer), heads.indexOf(head));
-    $("card").scrollIntoView({ block: "center" });
+  $("tiles").replaceChildren(...findingTiles(view().findings, {
+    open: async (layer, head) => {
+      await select(layers.indexOf(layer), heads.indexOf(head));
+      $("one").scrollIntoView({ block: "start" });
+    },
+    show: ({ heads: chosen, statistic }) => {
+      if (chosen.length && storedMaps()) mapsSection.set({ chosen, sort: "layer" });
+      else if (statistic in view().heads) { state.statistic = statistic; overview(); }
+      $(chosen.length ? "maps" : "heads").scrollIntoView({ block: "start" });
+    },
   }));
 }
 
@@ -84,17 +92,35 @@ function select(layer, head) {
   return selected();
 }
 
+/** The selection as the end of the address: "L17H4", with the kind of attention and the text if there are several. */
+function addressOfHead() {
+  const { layers, heads, name, texts } = group(), parts = [PAGE.groups.length > 1 && name, texts.length > 1 && `text${state.text + 1}`];
+  return [...parts.filter(Boolean), `L${layers[state.layer]}H${heads[state.head]}`].join("-");
+}
+
+/** Select what the address names, if it exists; returns whether it does. */
+function readAddress() {
+  const found = /^#(?:([a-z]+)-)?(?:text(\d+)-)?L(\d+)H(\d+)$/.exec(location.hash);
+  if (!found) return false;
+  const [, name, text = 1, ...ids] = found, g = name ? PAGE.groups.findIndex((one) => one.name === name) : PAGE.main, one = PAGE.groups[g];
+  const at = { group: g, text: text - 1, layer: one?.layers.indexOf(+ids[0]), head: one?.heads.indexOf(+ids[1]) };
+  if (!one?.texts[at.text] || at.layer < 0 || at.head < 0) return false;
+  Object.assign(state, at);
+  return true;
+}
+
 let selections = 0; // counts selections, so that a slow one cannot replace a later one
 
 /** Show the selected head in all parts of the page. */
 async function selected() {
   const selection = ++selections, { layer, head } = state, shown = await data.head(state.group, state.text, layer, head);
   if (selection !== selections) return;
+  history.replaceState(null, "", `#${addressOfHead()}`);
   const step = (by) => { const to = stepped(shown.group, layer, head, by); select(to.layer, to.head); };
   replace($("card"), headCard({ ...shown, step }));
   $("detail").firstChild.textContent = `${headTitle(shown.group, layer, head)} along the text`;
   alongText.show(shown);
-  $("maps").hidden = !shown.maps;
+  $("maps").hidden = $("big-map").hidden = !shown.maps;
   await Promise.all([shown.maps && mapsSection.show(shown), textReading.show(shown)]);
 }
 
@@ -102,8 +128,7 @@ const mapsSection = new MapsSection({ onselect: (layer, head) => select(layer, h
 const textReading = new Reading();
 const alongText = new HeadCurves("curves");
 $("detail").append(h("h3"), alongText.element);
-$("wall-controls").append(mapsSection.wall.controls);
-$("wall").append(mapsSection.wall.box);
+$("maps").append(mapsSection.wall.box, mapsSection.wall.controls);
 $("big-map").append(mapsSection.mapBox);
 $("reading").append(textReading.element);
 $("text").append(textReading.pane);
@@ -135,7 +160,7 @@ function headTable() {
   const label = (name) => (name === "target_share" ? "Attends to" : labelOf(g, name));
   const rows = (state.all ? order : order.slice(0, shown)).map((index) => {
     const l = Math.floor(index / g.heads.length), k = index % g.heads.length;
-    return h("tr", {}, h("th", { scope: "row" }, h("button", { type: "button", class: "link", onclick: () => { select(l, k); $("heads").scrollIntoView({ block: "start" }); } }, headName(g, l, k))),
+    return h("tr", {}, h("th", { scope: "row" }, h("button", { type: "button", class: "link", onclick: () => { select(l, k); $("one").scrollIntoView({ block: "start" }); } }, headName(g, l, k))),
       names.map((name) => (name === "target_share" ? h("td", { class: "words" }, columns.goes_to[index]) : h("td", {}, written(columns[name][index], looks.statistics[name].unit)))));
   });
   replace(
@@ -199,7 +224,8 @@ function trouble(error) {
 announceState(document.documentElement, () => !$("trouble").hidden);
 onUncaught(trouble);
 try {
-  Object.assign(state, firstHead(group()));
+  if (!readAddress()) Object.assign(state, firstHead(group()));
+  addEventListener("hashchange", () => { if (readAddress()) counted(everything()).catch(trouble); });
   themeButton($("theme"), () => { everything(); mapsSection.recolour(); });
   tooltips(document, $("tip"));
   counted(everything()).catch(trouble);

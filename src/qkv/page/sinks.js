@@ -77,7 +77,7 @@ function kindsChart({ group, names, chosen, select }, after) {
   }));
   const count = (column) => series.map((one) => one.columns[column].filter(({ value }) => value > SINK_THRESHOLD).length).join(" → ");
   return dotChart({
-    group, series, chosen, select, unit: "%", reference: SINK_THRESHOLD, title: "Sink score α on three kinds of text", note: `first 64 queries · dashed: ${SINK_THRESHOLD}; below: heads above it`,
+    group, series, chosen, select, unit: "%", reference: SINK_THRESHOLD, title: "Mean weight on the first token, on three kinds of text", note: `first 64 queries · dashed: ${SINK_THRESHOLD}; below: heads above it`,
     columns: kinds.map(([, kind]) => kind), below: kinds.map((_, column) => `${count(column)} of ${group.layers.length * group.heads.length}`),
     nameOf: (at) => titleOf(group, at),
   });

@@ -71,12 +71,17 @@ FADES = 0.9  # a trend is said to fall or rise if its last value differs from th
 
 
 class Finding(NamedTuple):
-    """One finding about a profile: a number, its meaning, a detail to compare it with, and what to do next."""
+    """One finding about a profile: a number, its meaning, a detail to compare it with, and what to do next.
+
+    `heads` are the rows of `Profile.heads` that the number counts; `statistic` the column that it averages.
+    """
 
     value: str
     label: str
     detail: str
     steps: tuple[Step, ...] = ()
+    heads: tuple[int, ...] = ()
+    statistic: str = ""
 
     def __str__(self) -> str:
         return f"{self.value} {self.label}. {self.detail}"
@@ -201,7 +206,7 @@ class Findings:
             return None
         prefix, whole = found
         total, even = len(table), table["alpha_even"].mean()
-        details = [f"A sink is α > {sinks.EPSILON:g}; rows of even weights have α = {even:.2g}"]
+        details = [f"A sink is a mean weight above {percent(sinks.EPSILON)}; even attention would give {percent(even)}"]
         if self._is_too_short:
             label = f"too short to say whether a head has an attention sink at {first_token(data)}: {self.window}"
             return Finding("–", label, _sentences([*details, "Pass a longer text"]))
@@ -211,21 +216,24 @@ class Findings:
             if trend := self._trend():
                 details.append(trend)
         controls = [
-            f"{int((table[f'alpha_{column}'] > sinks.EPSILON).sum())} on {words}"
+            f"{counted(int((table[f'alpha_{column}'] > sinks.EPSILON).sum()), 'head')} on {words}"
             for column, words in (("random", "random tokens"), ("repeated", "one token repeated"))
             if table[f"alpha_{column}"].notna().any()
         ]
         if controls:
             special = data.attrs["special_tokens"]
             begin = sorted({name for name in data["key_token"].values[:, 0] if name in special})
-            after = f" that begin with {listed(begin)}, too" if begin else ""
-            details.append(f"On other texts{after}: {listed(controls)}")
+            after = f" that begin with {listed(begin)}" if begin else ""
+            details.append(f"On test texts{after}, {listed(controls)} have it, too")
         if added := self._added():
             details.append(added)
         label = f"{_noun(total, prefix)} an attention sink at {first_token(data)} in {self.window}"
         strongest = _row(table, "alpha_first")
         kind = "sinks" if prefix or whole else "map"
-        return Finding(f"{prefix:,} of {total:,}", label, _sentences(details), self._steps(kind, strongest))
+        counted_heads = _rows(table["alpha_first"] > sinks.EPSILON)
+        return Finding(
+            f"{prefix:,} of {total:,}", label, _sentences(details), self._steps(kind, strongest), counted_heads
+        )
 
     @property
     def first_step(self) -> Step:
@@ -271,10 +279,10 @@ class Findings:
         if not (np.isfinite(norm) and np.isfinite(share)):
             return ""
         little, short = share <= ADDS_LITTLE, norm < SHORT
-        verdict = ": little" if little else ", although its value is short" if short else ""
+        still = "only " if little else "still " if short else ""
         return (
             f"In the median of these heads, the norm of its value is {written(norm, 'ratio')} × the mean of the other "
-            f"tokens, and {percent(share)} of what the values add comes from it{verdict}"
+            f"tokens, and it {still}makes {percent(share)} of the sum of weighted values (by norms)"
         )
 
     def _trend(self) -> str:
@@ -303,7 +311,8 @@ class Findings:
         found = [self.sinks, self._other_sinks(), self._copies(), self._first_share(shares["first"])]
         if shares["sink_logit"] > 0:
             meaning = "of all attention goes to the learned sink"
-            found.append(Finding(percent(shares["sink_logit"]), meaning, "No token receives this weight."))
+            detail = "No token receives this weight."
+            found.append(Finding(percent(shares["sink_logit"]), meaning, detail, statistic="sink_mass"))
         found += [self._special(shares["special"]), self._typed()]
         entropy = heads["entropy"].median()
         found.append(
@@ -311,20 +320,49 @@ class Findings:
                 written(heads["entropy_ratio"].median(), "ratio"),
                 "of the largest possible entropy, in the median head",
                 f"The entropy is {written(entropy, 'nats')}, {shared_by(entropy)}.",
+                statistic="entropy_ratio",
             )
         )
         found.append(self._distance())
         if self._is_too_short:
             found.append(found.pop(0))
+        found.insert(0, self._question())
         return [one for one in found if one is not None]
+
+    def _question(self) -> Finding | None:
+        """What the last token of a chat looks at, from which the answer begins: question, first token, template."""
+        question, data = self._attrs.get("arguments", {}).get("chat"), self._data
+        if question is None or "weights" not in data or not np.isfinite(data["weights"].values[0]).all():
+            return None
+        n = int(data["n_keys"][0])
+        tokens = [tables.plain(token) for token in data["key_token"].values[0, :n]]
+        begins = np.cumsum([0, *map(len, tokens)])
+        begin = "".join(tokens).rfind(question)
+        if begin < 0:
+            return None
+        asked = (begins[1:] > begin) & (begins[:-1] < begin + len(question))
+        last = data["weights"].values[0, ..., n - 1, :n].astype(np.float64) / tables.divisors(data)[0, ..., n - 1, None]
+        row, of_heads = last.mean((0, 1)), last[..., asked].sum(-1).ravel()
+        share, first = row[asked].sum(), row[0]
+        strongest = sorted(np.flatnonzero(asked), key=lambda at: -row[at])[:3]
+        named = listed([f"“{tokens[at].strip()}” {percent(row[at])}" for at in strongest])
+        return Finding(
+            percent(share),
+            "of the attention that begins the answer is on the question",
+            f"Mean of all heads at the last token of the chat: {named}; {percent(first)} on {first_token(data)}; "
+            f"{percent(1 - share - first)} on the rest, the template.",
+            self._steps("map", self._heads.iloc[int(of_heads.argmax())]),
+            _rows(of_heads > share),
+        )
 
     def _first_share(self, share: float) -> Finding:
         visible = self._data["visible"].values
-        detail = f"Even rows would put {percent(float((1 / visible[visible > 0]).mean()))} there"
+        detail = f"Even attention would put {percent(float((1 / visible[visible > 0]).mean()))} there"
         if self._sink_table is not None and self._sink_table["contribution_first"].notna().any():
             added = float(self._sink_table["contribution_first"].mean())
-            detail += f"; of what the values add, {percent(added)} comes from it"
-        return Finding(percent(share), f"of all attention goes to {first_token(self._data)}", f"{detail}.")
+            detail += f". It makes {percent(added)} of the sums of weighted values (by norms)"
+        label = f"of all attention goes to {first_token(self._data)}"
+        return Finding(percent(share), label, f"{detail}.", statistic="sink")
 
     def _other_sinks(self) -> Finding | None:
         """Sinks at other tokens than the first."""
@@ -337,7 +375,8 @@ class Findings:
         scores = sink_scores(self._data)
         assert scores is not None
         with np.errstate(invalid="ignore"):
-            number = int((scores[..., 1:] > sinks.EPSILON).any((0, 3)).sum())
+            chosen = (scores[..., 1:] > sinks.EPSILON).any((0, 3)).ravel()
+        number = int(chosen.sum())
         names = [f"“{tables.readable(row.token)}” (position {row.position:,})" for row in table.head(3).itertuples()]
         more = f" and {len(table) - 3:,} more" if len(table) > 3 else ""
         best = scores[..., 1:]
@@ -347,6 +386,7 @@ class Findings:
             f"{_noun(len(self.types), number)} a sink at another token, over {self._whole}",
             f"The tokens: {', '.join(names)}{more}.",
             self._steps("map", self.types.iloc[int(strongest)]),
+            _rows(chosen),
         )
 
     def _copies(self) -> Finding | None:
@@ -373,6 +413,7 @@ class Findings:
             "of one token",
             f"The tokens: {listed(parts)}.",
             self._steps("map", self._heads.loc[int(largest.argmax())]),
+            _rows(chosen),
         )
 
     def _special(self, share: float) -> Finding | None:
@@ -385,6 +426,7 @@ class Findings:
             percent(share),
             "of all attention goes to other special tokens",
             f"{listed(names[:4])}: {special.sum(1).mean():.0f} of {n_keys:,.0f} keys.",
+            heads=_rows(tables.destinations(self._data)["special"].mean(0).ravel() > share),
         )
 
     def _typed(self) -> Finding:
@@ -393,7 +435,7 @@ class Findings:
         found, steps = self._sink_counts, tuple[Step, ...]()
         if found is not None and found[0] != self.kinds.get("first token", 0):
             earlier, of = found[0] - self.kinds.get("first token", 0), "others" if "first token" in named else "heads"
-            sink = "a sink at the first token, too (the other type goes first)"
+            sink = "a sink at the first token as well: a head has the first type that fits"
             detail += f"; {earlier:,} of the {of} {_has(earlier)} {sink}"
         if self.is_long:
             whole = type_table(self._data, whole=True)["type"].value_counts()
@@ -409,6 +451,7 @@ class Findings:
             "head has one clear type" if total == 1 else "heads have one clear type",
             f"{detail}.",
             steps,
+            _rows(self.types["type"] != MIXED),
         )
 
     def _distance(self) -> Finding | None:
@@ -422,6 +465,7 @@ class Findings:
             f"From {written(near['distance'], 'tokens')} ({head_name(near)}) "
             f"to {written(far['distance'], 'tokens')} ({head_name(far)}).",
             self._steps("distance", far),
+            statistic="distance",
         )
 
 
@@ -447,6 +491,11 @@ def shared_by(entropy: float) -> str:
     """An entropy in nats in words: the number of keys that would share the weight evenly."""
     keys = round(np.exp(entropy))
     return "as if one key had all the weight" if keys == 1 else f"as if {keys:,} keys shared the weight evenly"
+
+
+def _rows(chosen: Any) -> tuple[int, ...]:
+    """The places of the heads that are chosen."""
+    return tuple(np.flatnonzero(chosen).tolist())
 
 
 def _has(count: int) -> str:
@@ -506,7 +555,7 @@ def effect_of(normalizer: str, before: xr.Dataset, after: xr.Dataset) -> str:
         parts.append(why)
     if has >= WORKED * had and has and not found.is_long:
         even = float(tables[0]["alpha_even"].mean())
-        parts.append(f"In a text this short, rows of even weights alone have α = {even:.2g}")
+        parts.append(f"In a text this short, even attention alone would give a mean weight of {percent(even)}")
     return ". ".join(parts) + "."
 
 

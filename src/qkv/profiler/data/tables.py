@@ -141,7 +141,7 @@ def _text_destinations(one: xr.Dataset, special: np.ndarray) -> dict[str, np.nda
         close = (away >= 2) & (away <= window)
         weights = one["weights"].values[..., :n_queries, :n_keys][..., special] if "weights" in one else None
         if weights is not None and np.isfinite(weights).all():
-            nearby -= (weights * close).sum(-1) / _divisors(one)[..., :n_queries]
+            nearby -= (weights * close).sum(-1) / divisors(one)[..., :n_queries]
         else:
             nearby[..., close.any(1)] = 0
         sums["nearby"] = np.maximum(nearby, 0).sum(-1)
@@ -177,7 +177,7 @@ def raw_weights(data: xr.Dataset, name: str) -> np.ndarray:
 
     NaN in layers whose row sums are unknown.
     """
-    return np.where(rows_known(data)[None, :, None, None], data[name].values * _divisors(data), np.nan)
+    return np.where(rows_known(data)[None, :, None, None], data[name].values * divisors(data), np.nan)
 
 
 def rows_known(data: xr.Dataset) -> np.ndarray:
@@ -190,7 +190,7 @@ def rows_known(data: xr.Dataset) -> np.ndarray:
     return softmax | ("row_sum" in data)
 
 
-def _divisors(data: xr.Dataset) -> np.ndarray:
+def divisors(data: xr.Dataset) -> np.ndarray:
     """What the model's own weights were divided by to give shares of the row: (text, layer, head, query).
 
     It is the sum of the row, in which a null key counts; 1 for rows that sum to 0, and for profiles without row sums.
@@ -220,8 +220,13 @@ def over_texts(values: np.ndarray) -> np.ndarray:
 
 def readable(token: str) -> str:
     """A token for display, without the tokenizer's markers for spaces and newlines."""
-    plain = token.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
-    return plain.strip() or ("⏎" if "\n" in plain else "␣")
+    text = plain(token)
+    return text.strip() or ("⏎" if "\n" in text else "␣")
+
+
+def plain(token: str) -> str:
+    """A token as text: the tokenizer's markers become spaces and newlines."""
+    return token.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
 
 
 def _mean(values: np.ndarray, keep: np.ndarray, axis: int) -> np.ndarray:
@@ -526,5 +531,5 @@ def is_delimiter(piece: str) -> bool:
     >>> [is_delimiter(piece) for piece in (".", "Ġ(", "##!", "Ċ", "▁a", "")]
     [True, True, True, True, False, False]
     """
-    plain = piece.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").replace("<0x0A>", "\n")
-    return plain != "" and all(unicodedata.category(c).startswith("P") for c in plain.strip().removeprefix("##"))
+    text = plain(piece).replace("<0x0A>", "\n")
+    return text != "" and all(unicodedata.category(c).startswith("P") for c in text.strip().removeprefix("##"))
