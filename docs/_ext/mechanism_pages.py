@@ -2,7 +2,8 @@
 
 The front matter of a page has `object` (public names), `plan` (arguments of `qkv.plan`, n is the number of tokens),
 `claims` (of the ledger), `see` (other pages), and `tests` (the words to look for, if they are not the object's name). A
-page with a paragraph that begins with **Source.** has its sources there.
+page with a paragraph that begins with **Source.** has its sources there. `picture` draws what stands below the first
+paragraph, and in the gallery of the index: arguments of `qkv.plot.composition`, or an expression of a figure.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 
 import torch
 import yaml
+from matplotlib.figure import Figure
 from sphinx.application import Sphinx
+from torch import Tensor
 
 import qkv
-from qkv import biases, features, masks, normalizers, scores
+from qkv import biases, features, masks, normalizers, plot, positions, scores
 from qkv._contract import Definition, overrides
 
 DOCS = Path(__file__).parents[1]
@@ -32,8 +35,11 @@ NAMES = {
     "features": features,
     "masks": masks,
     "normalizers": normalizers,
+    "plot": plot,
+    "positions": positions,
 }
 MOST_TESTS = 4
+PICTURES = DOCS / "_build" / "pictures"
 
 
 def reference(text: str) -> str:
@@ -142,11 +148,71 @@ def _title(name: str) -> str:
     return next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
 
 
+def drawn(text: str) -> Figure:
+    """The picture of a page."""
+    expression = front_matter(text)[0]["picture"]
+    names = NAMES | {"example": _example, "rotated": _rotated}
+    if re.match(r"\w+=", expression):
+        return plot.composition(**eval(f"dict({expression})", names))
+    made = eval(expression, names)
+    return made if isinstance(made, Figure) else made.get_figure()
+
+
+def _example(heads: int = 4, n: int = 24, keys: int | None = None, kv: int | None = None, **options: Any) -> Tensor:
+    """The weights (heads, n, keys) of random queries and keys under a causal mask, or of a cross-attention."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, heads, n, 16), torch.randn(1, kv or heads, keys or n, 16)
+    mask = masks.Causal() if keys is None else None
+    return qkv.attend(2 * q, k, k, mask=mask, return_weights=True, **options)[1][0]
+
+
+def _rotated(rotary: positions.Rotary, n: int) -> Tensor:
+    """The scores of n equal queries and keys after rotation."""
+    x = rotary(torch.ones(1, 1, n, 64), torch.arange(n))[0, 0]
+    return x @ x.mT / 64
+
+
+def draw(app: Sphinx) -> None:
+    """Draw the pictures of all pages that changed since they were drawn."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for page in sorted((DOCS / "mechanisms").glob("*.md")):
+        picture = PICTURES / f"{page.stem}.png"
+        newest = max(page.stat().st_mtime, Path(__file__).stat().st_mtime, Path(plot.__file__).stat().st_mtime)
+        if page.stem != "index" and (not picture.exists() or picture.stat().st_mtime < newest):
+            figure = drawn(page.read_text("utf-8"))
+            figure.savefig(picture, dpi=110, facecolor="white", **{"bbox_inches": "tight"})
+
+
+def illustrated(name: str, text: str) -> str:
+    """The page with its picture before the first section."""
+    start, section, rest = text.partition("\n## ")
+    return f"{start.rstrip()}\n\n![{_title(name)}, drawn](../_build/pictures/{name}.png)\n{section}{rest}"
+
+
+def gallery(text: str) -> str:
+    """The index with the pictures of the pages that a section links to, below the heading of the section."""
+    sections, seen = text.split("\n## "), set[str]()
+    for at, section in enumerate(sections[1:], 1):
+        found = [name for name in dict.fromkeys(re.findall(r"\]\(([\w-]+)\.md\)", section)) if name not in seen]
+        seen |= {*found}
+        cards = "".join(
+            f":::{{grid-item-card}} {_title(name)}\n:link: {name}\n:link-type: doc\n"
+            f":img-top: ../_build/pictures/{name}.png\n:img-alt: {_title(name)}\n:::\n"
+            for name in found
+        )
+        heading, _, body = section.partition("\n")
+        grid = f"\n::::{{grid}} 2 3 4 4\n:gutter: 2\n:class-container: gallery\n{cards}::::\n" if found else ""
+        sections[at] = f"{heading}\n{grid}{body}"
+    return "\n## ".join(sections)
+
+
 def add(app: Sphinx, name: str, source: list[str]) -> None:
-    if name.startswith("mechanisms/") and name != "mechanisms/index":
-        source[0] = reference(source[0])
+    folder, _, page = name.partition("/")
+    if folder == "mechanisms":
+        source[0] = gallery(source[0]) if page == "index" else illustrated(page, reference(source[0]))
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("builder-inited", draw)
     app.connect("source-read", add, priority=400)  # before open_in_jupyter
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from qkv._lazy import above
 from qkv.errors import InputError
 
 T = TypeVar("T")
@@ -37,6 +38,11 @@ class Definition:
     """
 
     definitions: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def _repr_png_(self) -> bytes | None:
+        """The picture that a notebook shows."""
+        picture: bytes | None = above("qkv.plot.composition", "picture_of")(self)
+        return picture
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

@@ -5,6 +5,7 @@ The numbers come from formulas because PyTorch's FLOP counter reports 0 for its 
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from numbers import Number
@@ -76,6 +77,11 @@ class Plan:
         output   1 × 4 × 100 × 8
         """
         return self.drawing
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the way to the output, and the table."""
+        text = f"{self.drawing}\n\n{self}"
+        return f"<pre>{html.escape(text)}</pre>"
 
     def __str__(self) -> str:
         width = max(map(len, (self.kernel, *self.rejected)))

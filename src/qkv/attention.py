@@ -15,6 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from qkv import _operator as operator
+from qkv._lazy import above
 from qkv._plan import Plan, plan
 from qkv.biases import Bias
 from qkv.compat import Form, composition_of
@@ -252,6 +253,11 @@ class Attention:
     score: Score | None = None
     normalizer: Normalizer | None = None
     dropout_p: float = 0.0
+
+    def _repr_png_(self) -> bytes | None:
+        """The picture that a notebook shows."""
+        picture: bytes | None = above("qkv.plot.composition", "picture_of")(self)
+        return picture
 
     def _parts(self) -> dict[str, Any]:
         return {"mask": self.mask, "bias": self.bias, "score": self.score, "normalizer": self.normalizer}

@@ -51,6 +51,16 @@ def test_pages_of_mechanisms_name_the_base_class() -> None:
             assert any(says in text and re.search(rf"\b{name}\b", text) for text in texts), f"{name}: {says}"
 
 
+@pytest.mark.slow
+def test_every_page_of_a_mechanism_has_a_picture_in_the_gallery() -> None:
+    folder = pages.DOCS / "mechanisms"
+    names = {path.stem for path in folder.glob("*.md")} - {"index"}
+    for name in names:
+        assert mechanism_pages.drawn((folder / f"{name}.md").read_text(encoding="utf-8")).axes, name
+    index = mechanism_pages.gallery((folder / "index.md").read_text(encoding="utf-8"))
+    assert set(re.findall(r":link: ([\w-]+)", index)) == names
+
+
 def test_every_mechanism_has_a_page() -> None:
     """Every public mask, bias, score, normalizer, position, feature map and cache is in the code of one."""
     folder = pages.DOCS / "mechanisms"

@@ -19,10 +19,11 @@ from matplotlib.text import Text
 
 import profile_fixture as made
 import qkv
-from conftest import refusals
+from conftest import refusals, refused
 from qkv import masks, plot
 from qkv.figures.map import sentence
 from qkv.profiler import Profile
+from qkv.profiler.data.findings import Finding, FindingList
 from qkv.statistics.maps import Picture
 
 WORDS = [
@@ -280,3 +281,49 @@ def test_tokens_are_not_rendered_as_math() -> None:
     all_text_is_on_the_page(figure)
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert labels[:3] == [r"\$x^2\$", "“_{”", r"“\$”"]
+
+
+# --- compositions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_composition_shows_its_mask_its_bias_and_the_weights_of_the_example() -> None:
+    slopes, normalizer = torch.tensor([0.25, 1.0]), qkv.normalizers.Sigmoid()
+    parts = {"mask": masks.Window(3) & masks.Causal(), "bias": qkv.biases.ALiBi(slopes), "normalizer": normalizer}
+    before = torch.random.get_rng_state()
+    figure = plot.composition(**parts, n=9, heads=2, head_dim=4, head=1)
+    assert torch.equal(torch.random.get_rng_state(), before), "a picture must not draw from the user's generator"
+    mask, bias, drawn = (shown(axes) for axes in figure.axes if axes.get_title(loc="left") and axes.images)
+    seen = masks.Window(3).dense(9, 9)[0, 0].numpy()
+    np.testing.assert_array_equal(mask, seen)
+    distance = np.arange(9)[:, None] - np.arange(9)
+    np.testing.assert_array_equal(np.ma.getmaskarray(np.ma.masked_invalid(bias)), ~seen)
+    np.testing.assert_allclose(np.where(seen, bias, 0), np.where(seen, -1.0 * distance, 0), atol=1e-6)
+    bars = [bar.get_height() for bar in figure.axes[-1].patches]
+    np.testing.assert_allclose(bars, np.nan_to_num(np.ma.filled(drawn[-1], 0.0)), atol=1e-7)
+    assert 0 < max(bars) <= 1
+    with refused("head"):
+        plot.composition(heads=2, head=2)
+
+
+class Diagonal(masks.Mask):
+    def sees(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor, grid: Any) -> torch.Tensor:
+        return q == k
+
+
+@pytest.mark.parametrize("part", [
+    Diagonal(), masks.Document(torch.arange(40) // 10), qkv.biases.T5Bias(torch.zeros(32, 3)),
+    qkv.biases.ByDistance(torch.zeros(5, 31)), qkv.scores.General(torch.eye(6)),
+    qkv.normalizers.Softmax(sink=torch.zeros(3)), qkv.Attention(mask=masks.Causal()),
+])  # fmt: skip
+def test_a_notebook_shows_a_picture_of_every_part_whatever_its_sizes(part: Any) -> None:
+    assert part._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_notebook_shows_a_plan_and_findings_with_their_text_escaped() -> None:
+    x = torch.zeros(1, 1, 4, 8)
+    plan = qkv.plan(x, x, x, mask=masks.Predicate(lambda b, h, q, k: q < k))
+    assert "&lt;lambda&gt;" in plan._repr_html_()
+    found = FindingList([Finding("3 of 4", "heads attend to <s>", "a & b")])
+    assert found._repr_html_() == (
+        "<table><tr><td>3 of 4</td><td>heads attend to &lt;s&gt;</td><td>a &amp; b</td></tr></table>"
+    )

@@ -623,11 +623,22 @@ class Predicate(TensorMask):
         return self.function(b, h, q, k)
 
 
-def _expression(mask: Mask) -> str:
-    """Return a mask as an expression, such as Causal() & Window(size=4)."""
-    if isinstance(mask, And | Or):
-        return f"{_expression(mask.left)} {'&' if isinstance(mask, And) else '|'} {_expression(mask.right)}"
-    return f"~{_expression(mask.mask)}" if isinstance(mask, Not) else repr(mask)
+def expression(part: object) -> str:
+    """A mask, or another part of a composition, as an expression without defaults: Causal() & Window(size=4)."""
+    if isinstance(part, And):
+        return " & ".join(f"({expression(x)})" if isinstance(x, Or) else expression(x) for x in (part.left, part.right))
+    if isinstance(part, Or):
+        return f"{expression(part.left)} | {expression(part.right)}"
+    if isinstance(part, Not):
+        inner = expression(part.mask)
+        return f"~({inner})" if isinstance(part.mask, And | Or) else f"~{inner}"
+    if isinstance(part, Tensor):
+        return f"tensor {' × '.join(map(str, part.shape))}"
+    if not is_dataclass(part):
+        return getattr(part, "__name__", repr(part))
+    given = ((f.name, f.default, getattr(part, f.name)) for f in fields(part) if f.init)
+    named = (f"{name}={expression(x)}" for name, default, x in given if isinstance(x, Tensor) or x != default)
+    return f"{type(part).__name__}({', '.join(named)})"
 
 
 PAIRS = 512  # up to this many tokens, one cell per pair
@@ -655,7 +666,7 @@ def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Axes | None = None, til
     share = shares(mask, grid)
     fade = LinearSegmentedColormap.from_list("visible", [(1, 1, 1, 0), INK])
     ax.imshow(share, cmap=fade, vmin=0, vmax=1, extent=extent, interpolation="nearest")
-    title = textwrap.shorten(_expression(mask), 48, placeholder=" …")
+    title = textwrap.shorten(expression(mask), 48, placeholder=" …")
     ax.set(xlabel="key", ylabel="query")
     ax.set_title(f"{title}\n{1 - share.mean():.0%} of pairs masked", fontsize=9)
     parts = {"may attend": INK, "masked": "white"}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from qkv.errors import InputError, finite, kind_of
+from qkv.plot.composition import composition
 from qkv.plot.matrices import arcs, heads, matrix, model, panels, weights
 from qkv.plot.summaries import alignment, by_head, entropy, overlay, received, sinks
 
@@ -22,6 +23,7 @@ __all__ = [
     "alignment",
     "arcs",
     "by_head",
+    "composition",
     "entropy",
     "heads",
     "matrix",

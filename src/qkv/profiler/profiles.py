@@ -18,7 +18,7 @@ from qkv._packages import require
 from qkv._untrusted import reading
 from qkv.errors import InputError, refusing
 from qkv.profiler.data import archive, frames, sinks, tables, variables
-from qkv.profiler.data.findings import Finding, Findings
+from qkv.profiler.data.findings import FindingList, Findings
 from qkv.profiler.data.frames import size_of
 from qkv.profiler.data.variables import ATTRIBUTES, COORDINATES, VARIABLES
 
@@ -175,7 +175,7 @@ class Profile:
         """
         return sinks.sink_trend(self.group(group), threshold)
 
-    def findings(self, group: str | None = None) -> list[Finding]:
+    def findings(self, group: str | None = None) -> FindingList:
         """What the profile says, most important first: the sentences of reports, the viewer and the command line.
 
         Each finding has a value, a label, a detail to compare it with, and steps: commands or lines of Python that look

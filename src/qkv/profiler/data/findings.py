@@ -6,6 +6,7 @@ first token (Gu et al. 2025), over the first 64 queries and over the whole text.
 
 from __future__ import annotations
 
+import html
 import shlex
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -85,6 +86,14 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.value} {self.label}. {self.detail}"
+
+
+class FindingList(list[Finding]):
+    """Findings, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        cells = ("".join(f"<td>{html.escape(x)}</td>" for x in (one.value, one.label, one.detail)) for one in self)
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 class Findings:
@@ -304,7 +313,7 @@ class Findings:
         )
 
     @cached_property
-    def all(self) -> list[Finding]:
+    def all(self) -> FindingList:
         """All findings, the most important first."""
         data, heads = self._data, self._heads
         shares = {name: float(np.nanmean(share)) for name, share in tables.destinations(data).items()}
@@ -327,7 +336,7 @@ class Findings:
         if self._is_too_short:
             found.append(found.pop(0))
         found.insert(0, self._question())
-        return [one for one in found if one is not None]
+        return FindingList(one for one in found if one is not None)
 
     def _question(self) -> Finding | None:
         """What the last token of a chat looks at, from which the answer begins: question, first token, template."""
