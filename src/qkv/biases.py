@@ -28,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 __dir__ = __all__.copy
 
-Form = Literal["distance", "tensor", "cap"]
+Form = Literal["distance", "tensor", "cap", "log sigmoid", "log elu + 1"]
 
 
 class Bias(Definition):

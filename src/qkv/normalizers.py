@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -32,6 +32,7 @@ LOG2_E = math.log2(math.e)
 
 Scores = Float[Tensor, "*n k"]
 Level = Float[Tensor, "*n #k"]
+Form = Literal["sigmoid", "relu", "elu + 1", "identity", "entmax"]
 SinkLogits = Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None
 
 
@@ -52,6 +53,8 @@ class Normalizer(Definition):
     zero_at_minus_infinity = False
     """Whether `weight` returns 0, with derivative 0, for a score of −inf. Otherwise masked scores are replaced by
     finite ones first, and their weights set to 0."""
+    form: Form | None = None
+    """What the native library computes without calling a method: one of this module's functions; None for others."""
     divide: str | None = None
     sink: SinkLogits = None
     key: Float[Tensor, "heads d"] | None = None
@@ -112,7 +115,7 @@ class Pointwise(Normalizer):
     """
 
     definitions: ClassVar = {
-        "weight": ("log_weight", "is_identity", "nonnegative", "by_head", "zero_at_minus_infinity", "tensors")
+        "weight": ("log_weight", "is_identity", "nonnegative", "by_head", "zero_at_minus_infinity", "tensors", "form")
     }
     is_identity = False
     """Whether the weights are the scores themselves: linear attention."""
@@ -178,7 +181,7 @@ class SumToOne(Normalizer):
     [0.0408, 0.9529]
     """
 
-    definitions: ClassVar = {"weight": ("level_of", "has_lse", "by_head", "zero_at_minus_infinity", "tensors")}
+    definitions: ClassVar = {"weight": ("level_of", "has_lse", "by_head", "zero_at_minus_infinity", "tensors", "form")}
 
     def __init__(
         self, *, temperature: float = 1.0, sink: SinkLogits = None, key: Float[Tensor, "heads d"] | None = None
@@ -356,6 +359,7 @@ class Entmax(SumToOne):
     [0.75, 0.25, 0.0]
     """
 
+    form = "entmax"
     alpha: float = 1.5
     temperature: float = 1.0
     sink: SinkLogits = None
@@ -439,6 +443,7 @@ class Sigmoid(_OfScore):
     0.5
     """
 
+    form = "sigmoid"
     bias: Float[Tensor, " heads"] | float | None = None
     divide: str | None = None
     zero_at_minus_infinity = True
@@ -472,6 +477,7 @@ class EluPlusOne(_OfScore):
     [1.0, 3.0]
     """
 
+    form = "elu + 1"
     divide: str | None = None
     zero_at_minus_infinity = True
     nonnegative = True
@@ -493,6 +499,7 @@ class ReLU(_OfScore):
     [0.0, 2.0]
     """
 
+    form = "relu"
     divide: str | None = "keys"
     zero_at_minus_infinity = True
     nonnegative = True
@@ -509,6 +516,7 @@ class Identity(_OfScore):
     [-1.0, 2.0]
     """
 
+    form = "identity"
     divide: str | None = None
     is_identity = True
 

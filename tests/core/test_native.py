@@ -29,7 +29,7 @@ from qkv import native
 from qkv.biases import ALiBi, Bias, ByDistance, RelativePosition, SoftCap, T5Bias, TensorBias
 from qkv.engine import Call
 from qkv.masks import Blockwise, Causal, Dense, Grid, Mask, Prefix, Shifted, Window
-from qkv.normalizers import Softmax
+from qkv.normalizers import EluPlusOne, Entmax, Hard, Identity, Normalizer, ReLU, Sigmoid, Softmax, Sparsemax
 from qkv.statistics import measure
 from qkv.statistics.base import Local, PrefixSinkScores, Streaming
 from qkv.statistics.gradients import DIFFERENTIABLE
@@ -83,6 +83,22 @@ BIASES: dict[str, Callable[[int, int, int, int], tuple[Bias, ...]]] = {
         TensorBias(torch.randn(nq, 1)), SoftCap(3.0), TensorBias(torch.randn(1, nk)),
     ),
 }  # fmt: skip
+
+
+NORMALIZERS: dict[str, Callable[[Tensor], Normalizer]] = {  # by a number for each head
+    "sigmoid": lambda x: Sigmoid(),
+    "sigmoid, learned bias, by keys": lambda x: Sigmoid(bias=x, divide="keys"),
+    "sigmoid by sum": lambda x: Sigmoid(bias=x, divide="sum").with_temperature(1.3),
+    "relu": lambda x: ReLU(),
+    "relu by sum": lambda x: ReLU(divide="sum").with_temperature(1.3),
+    "elu + 1": lambda x: EluPlusOne(),
+    "elu + 1 by sum": lambda x: EluPlusOne(divide="sum").with_temperature(1.3),
+    "entmax": lambda x: Entmax(),
+    "entmax, sink": lambda x: Entmax(1.5, 1.3, sink=x),
+    "sparsemax": lambda x: Sparsemax(1.3),
+    "sparsemax, sink": lambda x: Entmax(2.0, sink=x),
+    "entmax 1.2, sink": lambda x: Entmax(1.2, sink=x),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -161,9 +177,9 @@ def fields(statistics: Statistics) -> dict[str, Tensor]:
 
 def check(
     shape: str, mask: str, bias: str, monkeypatch: pytest.MonkeyPatch,
-    *, sink: float | None, padded: bool, dtype: torch.dtype = torch.float32, exact: bool = False,
+    *, sink: float | None, padded: bool, dtype: torch.dtype = torch.float32, exact: bool = False, name: str = "softmax",
 ) -> None:  # fmt: skip
-    """Output, log-sum-exp and statistics are those of the tiles, or of the tiles in float64 if these are `exact`."""
+    """Output, state of rows and statistics are those of the tiles, or of the tiles in float64 if these are `exact`."""
     b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
     q, k, v = (x.to(dtype) for x in inputs(shape))
     first = torch.randint(0, n_keys - 3, (b,))
@@ -175,7 +191,9 @@ def check(
         "bins": 16 if len(mask) % 2 else max(n_queries, n_keys),  # pooled, or all weights
         "value_norms": torch.rand(b, h, n_keys),
     }
-    normalizer = Softmax(sink=sink, temperature=1.0 if sink is None else 1.3)
+    numbers = torch.linspace(-2, 2, h)
+    softmax = Softmax(sink=sink, temperature=1.0 if sink is None else 1.3)
+    normalizer = softmax if name == "softmax" else NORMALIZERS[name](numbers)
     seen = MASKS[mask](torch.rand(b, n_keys) > 0.3)
     added = BIASES[bias](b, h, n_queries, n_keys)
     call = Call.of(q, k, v, seen, added, None, normalizer)
@@ -191,13 +209,26 @@ def check(
     assert plain is not None or added  # a bias may mask a row
     if plain is not None:
         assert torch.equal(plain[0], result.out)
-        torch.testing.assert_close(plain[1], slow_rows.level.float(), atol=atol, rtol=rtol)
+    for state in (rows, measure.row_state(call)) if plain is not None else (rows,):
+        for found, wanted in ((state.level, slow_rows.level), (state.total, slow_rows.total)):
+            assert (found is None) == (wanted is None)
+            if wanted is not None:
+                torch.testing.assert_close(found, wanted.float(), atol=atol, rtol=rtol)
     atol, rtol = (1e-5, 1e-5) if exact else (2e-5, 2e-4)
-    torch.testing.assert_close(rows.level, slow_rows.level.float(), atol=atol, rtol=rtol)
     assert fields(got).keys() == fields(want).keys()
-    for name, x in fields(want).items():
-        limit = 2e-3 + 2e-6 * n_keys if name == "spread" else atol
-        torch.testing.assert_close(fields(got)[name], x.float(), atol=limit, rtol=rtol, msg=name)
+    for field, x in fields(want).items():
+        limit = 2e-3 + 2e-6 * n_keys if field == "spread" else atol
+        torch.testing.assert_close(fields(got)[field], x.float(), atol=limit, rtol=rtol, msg=field)
+
+
+@pytest.mark.parametrize(("name", "mask", "shape", "bias", "dtype"), covering(
+    NORMALIZERS, MASKS, SHAPES, BIASES, [torch.float32, torch.bfloat16],
+))  # fmt: skip
+def test_output_and_statistics_of_other_normalizers_differ_from_those_of_the_tiles(
+    name: str, mask: str, shape: str, bias: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 + len(mask) % 2)
+    check(shape, mask, bias, monkeypatch, sink=None, padded=len(name) % 2 == 0, dtype=dtype, name=name)
 
 
 @pytest.mark.parametrize(("shape", "mask", "bias", "sink", "dtype"), covering(
@@ -305,7 +336,8 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
         "vectors by distance": Call.of(q, k, v, None, (RelativePosition(torch.randn(5, 16)),)),
         "float64": Call.of(q.double(), k.double(), v.double()),
         "more than 256": Call.of(wide, wide, wide),
-        "softmax": Call.of(q, k, v, None, (), None, qkv.normalizers.Sigmoid()),
+        "softmax": Call.of(q, k, v, None, (), None, Hard()),
+        "bias of sigmoid": Call.of(q, k, v, None, (), None, Sigmoid(bias=torch.full((4,), torch.inf))),
     }
     assert [name for name, call in calls.items() if native.binding.unsupported_reason(call) is None] == []
     part = {"scattered": Dense((torch.arange(70) % 3 == 0)[None, :])}
@@ -440,6 +472,43 @@ def test_output_or_gradients_differ_from_those_through_the_weights(shape: str, m
     assert_close(results(tensors, sink, "native", **options), want)
 
 
+@pytest.mark.parametrize(("name", "shape", "mask", "bias"), covering(
+    [*NORMALIZERS, "identity", "identity by keys"], GRADED, GRADED_MASKS, FIXED,
+))  # fmt: skip
+def test_output_or_gradients_of_other_normalizers_differ_from_those_through_the_weights(
+    name: str, shape: str, mask: str, bias: str
+) -> None:
+    b, h, *_, n_keys, _, _ = SHAPES[shape]
+    made = MASKS[mask](torch.rand(b, n_keys) > 0.3)
+    table = torch.randn(1, sum(SHAPES[shape][3:5]) - 1) / 4
+    tensors = [*inputs(shape, 1.0), torch.linspace(-2, 2, h), table]
+    of_name: dict[str, Callable[[Tensor], Normalizer]] = {
+        "identity": lambda x: Identity(), "identity by keys": lambda x: Identity(divide="keys"),
+    }  # fmt: skip
+
+    def found(dtype: torch.dtype, kernel: str) -> list[Tensor]:
+        *leaves, numbers, table = (x.detach().to(dtype).requires_grad_() for x in tensors)
+        normalizer = (of_name | NORMALIZERS)[name](numbers)
+        biases = (ByDistance(table), *FIXED[bias])
+        out = qkv.attend(*leaves, mask=made, bias=biases, normalizer=normalizer, kernel=kernel)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+        grads = torch.autograd.grad(out, [*leaves, table, numbers], grad, allow_unused=True)
+        return [out.detach(), *(x for x in grads if x is not None)]
+
+    assert_close(found(torch.float32, "native"), found(torch.float64, "eager"))
+
+
+def test_negative_weights_have_statistics_or_scores_below_those_of_masked_pairs_no_weight() -> None:
+    q, k, v = inputs("grouped heads")
+    for few in (q, q[:, :, -2:]):
+        with pytest.raises(qkv.InputError, match="negative weights"):
+            qkv.measure(few, k, normalizer=Identity())
+        for x in (few, few * 1e30):
+            out = qkv.attend(x, k, v, mask=Causal(), normalizer=Identity())
+            want = qkv.attend(x.double(), k.double(), v.double(), mask=Causal(), normalizer=Identity(), kernel="eager")
+            torch.testing.assert_close(out.double() / want.abs().max(), want / want.abs().max(), atol=1e-6, rtol=1e-5)
+
+
 MEASURED: dict[str, tuple[str, ...]] = {  # the statistics by bias
     "none": (*(x for x in DIFFERENTIABLE if x != "sink_mass"), "local", "ends"),
     "alibi": (*DIFFERENTIABLE, "ends"),
@@ -476,6 +545,41 @@ def test_gradients_of_statistics_differ_from_those_of_the_tiles(shape: str, mask
         return list(torch.autograd.grad(total, leaves))
 
     assert_close(found(torch.float32), found(torch.float64))
+
+
+@pytest.mark.parametrize(("name", "shape", "mask", "bias"), covering(NORMALIZERS, GRADED, GRADED_MASKS, FIXED))
+def test_gradients_of_statistics_of_other_normalizers_differ_from_those_of_the_tiles(
+    name: str, shape: str, mask: str, bias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, h, _, n_queries, n_keys, *_ = SHAPES[shape]
+    options = {
+        "mask": MASKS[mask](torch.rand(b, n_keys) > 0.3),
+        "bias": FIXED[bias],
+        "mass": {"local": Local(2).mask, "ends": Prefix(2) | Window(3)},
+        "first": torch.randint(0, n_keys, (b,)),
+        "queries": torch.rand(b, n_queries) > 0.3,
+    }
+    tensors = [*inputs(shape, 1.0)[:2], torch.linspace(-2, 2, h)]
+    native_gradients, served = native.kernel.gradients_of, list[bool]()
+    monkeypatch.setattr(
+        "qkv.native.kernel.gradients_of", lambda *x, **y: (served.append(True), native_gradients(*x, **y))[1]
+    )
+
+    def found(dtype: torch.dtype) -> list[Tensor]:
+        *leaves, numbers = (x.to(dtype).detach().clone().requires_grad_() for x in tensors)
+        got = qkv.measure(*leaves, normalizer=NORMALIZERS[name](numbers), differentiable=True, **options)
+        fields = {x: getattr(got, x) for x in DIFFERENTIABLE} | dict(got.mass)
+        generator, total = torch.Generator().manual_seed(0), torch.zeros((), dtype=dtype)
+        for i, x in enumerate(x for x in fields.values() if x is not None):
+            if i % 3 == len(shape) % 3 or bias == "none":  # some, or all together
+                part = torch.randn(x.shape, generator=generator) / x.detach().abs().max().clamp(min=1)
+                total = total + (x * part).sum()
+        grads = torch.autograd.grad(total, [*leaves, numbers], allow_unused=True)
+        return [x for x in grads if x is not None]
+
+    tolerance = 1e-4 if name.startswith("sparsemax") else 2e-5  # the logarithm of weights that are nearly 0
+    assert_close(found(torch.float32), found(torch.float64), tolerance)
+    assert served == [True]
 
 
 @pytest.mark.parametrize(("shape", "mask", "bias"), [*covering(GRADED, GRADED_MASKS, FIXED)][::3])

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from qkv._contract import overrides, unlisted_tensor
-from qkv.biases import Bias, TensorBias
+from qkv.biases import Bias, Form, TensorBias
 from qkv.engine.sizes import dense, readable
 from qkv.errors import InputError, finite, kind_of, refusing
 from qkv.masks import Dense, Grid, Mask, Region
@@ -264,12 +264,20 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+LOGS: dict[str | None, Form] = {"sigmoid": "log sigmoid", "elu + 1": "log elu + 1"}
+"""By the form of a normalizer, that of the bias which is its logarithm."""
+
+
 @dataclass(frozen=True, eq=False)
 class LogWeight(Bias):
     """ln w(s) of a pointwise normalizer, as a bias: weights divided by their sum are the softmax of ln w(s)."""
 
     normalizer: Pointwise
     position_free = True
+
+    @property
+    def form(self) -> Form | None:  # type: ignore[override]
+        return LOGS.get(self.normalizer.form)
 
     def apply(self, scores: Tensor, region: Region | None) -> Tensor:
         masked = scores == -torch.inf

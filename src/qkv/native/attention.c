@@ -12,14 +12,15 @@
 enum { BLOCK = 64, CELL = 64, TILE = 512 }; /* queries of a block; keys of a cell of the mask; keys of the longest run */
 enum { STRIPS = BLOCK / RS, GROUP = 8 }; /* rows of which columns are summed together */
 _Static_assert(BLOCK % RS == 0 && RS % GROUP == 0 && TILE % CELL == 0 && CELL % PW == 0, "sizes");
+#include "weights.h"
 
 /* A step from the product of a query and a key to their score, in base 2. */
-enum { BY_DISTANCE, DENSE, SOFT_CAP };
+enum { BY_DISTANCE, DENSE, SOFT_CAP, LOG_SIGMOID, LOG_ELU_PLUS_ONE };
 typedef struct {
     int64_t kind;
     const float *values; /* by distance: (b, h, nq + nk - 1 + PADDING), entry j - i + nq - 1; dense: (b, h, nq, nk) */
     int64_t strides[4];  /* of batch, head, query and key; the last is 0 or 1 */
-    float factor;        /* of the values: log2 e, or less with a temperature; or the cap, in base 2 */
+    float factor;        /* of the values: log2 e, or less with a temperature; or the cap, in base 2; or of scores before ln w */
 } Bias;
 
 enum { ENTROPY, EFFECTIVE_KEYS, DISTANCE, SPREAD, SINK, SELF, PREVIOUS, NEXT, ROW_SUM, CONTRIBUTION, STATISTICS };
@@ -45,12 +46,19 @@ typedef struct {
     const int64_t *firsts;       /* (b), the first key of each text */
     const float *sinks;          /* sink logits, with strides ss of batch, head and query; or NULL */
     int64_t ss[3];
+    int64_t normalizer;          /* SOFTMAX or another of weights.h */
+    float power;                 /* of entmax: 1 / (alpha - 1) */
+    int32_t by_sum;              /* whether weights that are no softmax are divided by the sum of their row */
+    const float *shift;          /* added to the scores of a query, with strides hs of batch, head and query; or NULL */
+    int64_t hs[3];
+    const float *divisor;        /* of the weights of a query, with strides ds of batch, head and query; or NULL */
+    int64_t ds[3];
     const float *norms;          /* norm of the value of each key, with strides ns of batch and head; or NULL */
     int64_t ns[2];
     const int32_t *ranges;       /* (number of ranges, 2, 1 or b, nq): first key and end; their masses are wanted */
     int64_t n_ranges, range_batch; /* range_batch: how far the ranges of two batch items are apart, 0 or nq */
     Number *out;                 /* (b, h, nq, dv) or NULL */
-    float *lse;                  /* (b, h, nq) */
+    float *lse;                  /* (b, h, nq): log-sum-exp, level of entmax, or the sum that weights are divided by */
     float *rows;                 /* (STATISTICS + n_ranges, b, h, nq), or NULL: no statistics */
     float *received;             /* (b, h, nk) */
     float *prefix;               /* (2, b, h, n_prefix): for each of the first keys of the text, the weights that as many
@@ -59,7 +67,7 @@ typedef struct {
     int64_t n_prefix, bin_q, bin_k; /* bins are powers of two */
 } Call;
 
-/* Sums over a row's weights w = 2^(score - offset): w, w (score - offset), w^2, w (key - query), w |key - query|, and
+/* Sums over a row's weights w, before any division: w, w log2 w, w^2, w (key - query), w |key - query|, and
  * w (key - center)^2; the largest score; and whether the row has seen a key. */
 typedef struct { double total, bits, squares, place, distance, spread; float offset, top; int seen; } Row;
 
@@ -78,7 +86,8 @@ typedef struct {           /* what one thread works with */
     float *p;              /* weights [run][strip][panel][RS][PW] */
     float *scores;         /* of a strip in a run, where SEPARATE_SCORES: memory that tiles write to at once */
     float *o;              /* output [strip][RS][width] */
-    float *slopes;         /* derivatives of the soft caps [cap], each like p and `cap_size` floats long; NULL: not wanted */
+    float *candidates;     /* scores that may get weight from entmax, of one row */
+    float *slopes;         /* derivatives of the functions of the score, each like p and `cap_size` floats long; or NULL */
     int64_t cap_size;
     float *offset;         /* [run][BLOCK] offsets of the weights in p */
     int16_t *spans;        /* [run][strip][2] panels in p */
@@ -89,72 +98,62 @@ typedef struct {           /* what one thread works with */
     int infinite;          /* whether a score, an output or a contribution was infinite or NaN */
 } Space;
 
-static const float LOWEST = -1e30f; /* score of a masked pair: its weight is 0, and 0 times it is 0 */
 static const float LARGEST = 1e28f; /* score of a pair that is visible */
 static const float RAISE = 8;       /* the offset is raised if a score exceeds it by more */
 
 /* ---- Weights ---------------------------------------------------------------------------------------------------- */
 
-/* 2^t for t <= 127, within 1.5 ulp; 0 below -126.5; NaN for NaN. */
-INLINE vf exp2_of(vf t) {
-    const float magic = 12582912 + 127; /* 1.5 * 2^23 + 127: the sum holds round(t) + 127 in its lowest bits */
-    vf u = t + magic, f = t - (u - magic);
-    vf y = f * 0x1.5bbb52p-10f + 0x1.3ced1p-7f;
-    y = y * f + 0x1.c6b74ep-5f;
-    y = y * f + 0x1.ebf9bcp-3f;
-    y = y * f + 0x1.62e436p-1f;
-    y = y * f + 1.0f;
-    return y * (vf)((vi)u << 23);
-}
-
-/* Scores s of one row, times scale, to weights p, and their sums: total, weight * score, squares, weight * place. The weights
- * become factors as well, unless these are NULL or the weights in p themselves. */
-INLINE void weigh(const float *s, float *p, int64_t panels, float scale, float offset, float place, int64_t row, Packed *factors, int statistics,
-                  vf sums[4]) {
-    vf total = {0}, bits = {0}, squares = {0}, first = {0}, x = iota() + place, floor = (vf){0} - 127;
+/* Scores s of one row, times scale, to weights p, and their sums: total, weight * log2 weight, squares, weight * place. The
+ * weights become factors as well, unless these are NULL or the weights in p themselves. */
+INLINE void weigh(int kind, int statistics, const float *s, float *p, int64_t panels, float power, float scale, float offset,
+                  float place, int64_t row, Packed *factors, vf sums[4]) {
+    vf total = {0}, bits = {0}, squares = {0}, first = {0}, x = iota() + place, derivative;
     for (int64_t panel = 0; panel < panels; panel++, s += RS * PW, p += RS * PW) {
         vf w[NV];
         UNROLL for (int v = 0; v < NV; v++) {
             vf t = load((SEPARATE_SCORES ? s : p) + v * VL);
             if (SCALED_LATER) t *= scale;
-            t = maximum(floor, t - offset), w[v] = exp2_of(t);
+            t -= offset, w[v] = weight_of(kind, t, power, &derivative);
             if (statistics || !WEIGHT_SIZE) *(vf *)(p + v * VL) = w[v];
             total += w[v];
-            if (statistics) bits += w[v] * t, squares += w[v] * w[v], first += w[v] * x, x += (float)VL;
+            if (statistics) bits += w[v] * log_of_weight(kind, t, w[v]), squares += w[v] * w[v];
+            if (statistics) first += w[v] * x, x += (float)VL;
         }
         if (WEIGHT_SIZE && factors) put_weights(w, row, factors + panel * WEIGHT_SIZE);
     }
     sums[0] = total, sums[1] = bits, sums[2] = squares, sums[3] = first;
 }
-static void weigh_all(const float *s, float *p, int64_t n, float scale, float offset, float place, int64_t row, Packed *factors,
-                      vf sums[4]) {
-    weigh(s, p, n, scale, offset, place, row, factors, 1, sums);
-}
-static void weigh_only(const float *s, float *p, int64_t n, float scale, float offset, int64_t row, Packed *factors,
-                       vf sums[4]) {
-    weigh(s, p, n, scale, offset, 0, row, factors, 0, sums);
-}
+typedef void Weigh(const float *, float *, int64_t, float, float, float, float, int64_t, Packed *, vf[4]);
+#define WEIGH(kind, statistics) static void weigh_##kind##_##statistics(const float *s, float *p, int64_t n, float power, \
+        float scale, float offset, float place, int64_t row, Packed *factors, vf sums[4]) { \
+    weigh(kind, statistics, s, p, n, power, scale, offset, place, row, factors, sums); }
+#define EACH_NORMALIZER(of) of(SOFTMAX) of(SIGMOID) of(RELU) of(ELU_PLUS_ONE) of(IDENTITY) of(SPARSEMAX) of(ENTMAX_15) of(ENTMAX)
+#define BOTH(kind) WEIGH(kind, 0) WEIGH(kind, 1)
+EACH_NORMALIZER(BOTH)
+#define ENTRY(kind) [kind] = {weigh_##kind##_0, weigh_##kind##_1},
+static Weigh *const WEIGHS[NORMALIZERS][2] = {EACH_NORMALIZER(ENTRY)}; /* without and with statistics */
 
-/* cap * tanh(x / cap). Near 0 it is a polynomial, as 1 - 2 / (e + 1) would lose digits. */
-INLINE vf capped(vf x, float cap) {
-    const vf z = x / cap, square = z * z, limit = (vf){0} + 15;
-    const vf e = exp2_of(maximum(-limit, -maximum(-limit, -z)) * (2 * (float)M_LOG2E));
-    vf small = square * 0x1.664f48p-6f - 0x1.ba1ba2p-5f; /* 62/2835, 17/315, 2/15, 1/3 */
-    small = ((small * square + 0x1.111112p-3f) * square - 0x1.555556p-2f) * square + 1;
-    return cap * choose(magnitude(z) < 0.3f, z * small, (e - 1) / (e + 1));
-}
-
-/* What a bias has for the keys of query i; a soft cap has nothing. */
+/* What a bias has for the keys of query i; a function of the score has nothing. */
 INLINE const float *values_of_row(const Call *c, const Bias *bias, int64_t batch, int64_t head, int64_t i) {
-    if (bias->kind == SOFT_CAP) return NULL;
+    if (bias->kind >= SOFT_CAP) return NULL;
     const float *values = bias->values + batch * bias->strides[0] + head * bias->strides[1] + i * bias->strides[2];
     return bias->kind == BY_DISTANCE ? values + c->nq - 1 - i : values;
 }
 
-/* Scores x of the keys from j on with a bias. */
-INLINE vf biased(const Call *c, const Bias *bias, const float *values, int64_t j, vf x) {
-    vf added = {0};
-    if (bias->kind == SOFT_CAP) return capped(x, bias->factor);
+/* Scores x of the keys from j on with a bias; the derivative is that of a function of the score. */
+INLINE vf biased(const Call *c, const Bias *bias, const float *values, int64_t j, vf x, vf *derivative) {
+    vf added = {0}, y;
+    if (bias->kind == SOFT_CAP) {
+        y = capped(x, bias->factor);
+        const vf share = y / bias->factor;
+        *derivative = maximum((vf){0}, 1 - share * share);
+        return y;
+    }
+    if (bias->kind > SOFT_CAP) { /* a masked pair stays so */
+        y = (bias->kind == LOG_SIGMOID ? log_sigmoid : log_elu_plus_one)(x * bias->factor, derivative);
+        *derivative *= bias->factor;
+        return choose(x > LOWEST / 2, y, x);
+    }
     if (bias->kind == DENSE && !bias->strides[3]) added += values[0];
     else if (bias->kind == BY_DISTANCE || j + VL <= c->nk) added = *(const vu *)(values + j);
     else if (j < c->nk) memcpy(&added, values + j, (size_t)(c->nk - j) * sizeof(float));
@@ -166,21 +165,18 @@ static void add_biases(const Call *c, const Space *s, float *p, int64_t panels, 
                        int64_t query, int64_t rows) {
     float *slopes = s->slopes ? s->slopes + (p - s->p) : NULL;
     for (const Bias *bias = c->biases; bias < c->biases + c->n_biases; bias++) {
-        const int capped = slopes && bias->kind == SOFT_CAP;
+        const int derivatives = slopes && bias->kind >= SOFT_CAP;
         for (int64_t r = 0; r < rows; r++) {
             const float *values = values_of_row(c, bias, batch, head, query + r);
             for (int64_t panel = 0; panel < panels; panel++)
                 for (int v = 0; v < NV; v++) {
                     const int64_t at = panel * RS * PW + r * PW + v * VL;
-                    const vf x = biased(c, bias, values, first + panel * PW + v * VL, load(p + at));
-                    if (capped) {
-                        const vf share = x / bias->factor;
-                        *(vf *)(slopes + at) = maximum((vf){0}, 1 - share * share);
-                    }
-                    *(vf *)(p + at) = x;
+                    vf derivative;
+                    *(vf *)(p + at) = biased(c, bias, values, first + panel * PW + v * VL, load(p + at), &derivative);
+                    if (derivatives) *(vf *)(slopes + at) = derivative;
                 }
         }
-        if (capped) slopes += s->cap_size;
+        if (derivatives) slopes += s->cap_size;
     }
 }
 
@@ -281,25 +277,45 @@ static float strip_scores(const Call *c, const Space *s, float *p, const Run *ru
     return rest;
 }
 
-/* One strip of queries and one run of keys: scores, weights, sums and output. */
+/* Whether weights depend on a level that all scores of the row determine, which is to be found before them. */
+INLINE int has_level(const Call *c) { return c->normalizer >= SPARSEMAX; }
+
+/* One strip of queries and one run of keys: scores, and the largest of each row. */
+static void strip_tops(const Call *c, Space *s, float *p, int64_t slot, int64_t strip, int64_t batch, int64_t head,
+                       int64_t query) {
+    int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
+    vf top[RS];
+    const float scale = strip_scores(c, s, p, s->runs + slot, span, strip, batch, head, query, top);
+    for (int64_t i = span[0] * RS * PW; SCALED_LATER && i < span[1] * RS * PW; i += VL) *(vf *)(p + i) *= scale;
+    for (int r = 0; r < RS && span[0] < span[1]; r++) {
+        Row *row = s->row + strip * RS + r;
+        const float m = highest(top[r]) * scale;
+        if (m > row->top) row->top = m;
+    }
+}
+
+/* One strip of queries and one run of keys: scores unless the levels are known, weights, sums and output. */
 static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t strip, int64_t batch, int64_t head,
                        int64_t query) {
+    const int known = has_level(c);
     const int64_t width = output_width(c->dv);
     Row *rows = s->row + strip * RS;
     const int64_t *hi = s->hi + strip * RS, start = s->runs[slot].start;
     int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
     vf top[RS], sums[4];
-    float *x = SEPARATE_SCORES && c->rows ? s->scores : p;
-    const float scale = strip_scores(c, s, x, s->runs + slot, span, strip, batch, head, query, top);
+    float *x = SEPARATE_SCORES && c->rows && !known ? s->scores : p;
+    const float scale = known ? 1 : strip_scores(c, s, x, s->runs + slot, span, strip, batch, head, query, top);
     if (span[0] >= span[1]) return;
     const int64_t panels = span[1] - span[0], first = start + span[0] * PW, last = first + panels * PW;
     p += span[0] * RS * PW, x += span[0] * RS * PW;
     float *o = s->o + strip * RS * width;
     Packed *factors = c->out ? s->factors : NULL;
+    Weigh *const weigh = WEIGHS[c->normalizer][c->rows != NULL];
     for (int r = 0; r < RS; r++) {
         Row *row = rows + r;
-        const float m = highest(top[r]) * scale;
-        if (row->seen ? m > row->offset + RAISE : m > LOWEST / 2) {
+        const float m = known ? row->top : highest(top[r]) * scale;
+        if (c->normalizer != SOFTMAX) row->seen |= m > LOWEST / 2;
+        else if (row->seen ? m > row->offset + RAISE : m > LOWEST / 2) {
             const double below = row->offset - (double)m, factor = row->seen ? exp2(below) : 0;
             row->bits = factor * (row->bits + (row->seen ? below * row->total : 0));
             row->total *= factor, row->squares *= factor * factor, row->place *= factor, row->distance *= factor;
@@ -309,13 +325,13 @@ static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t 
         if (m > row->top) row->top = m;
         s->offset[slot * BLOCK + strip * RS + r] = row->offset;
         if (!c->rows) {
-            weigh_only(x + r * PW, p + r * PW, panels, scale, row->offset, r, factors, sums);
+            weigh(x + r * PW, p + r * PW, panels, c->power, scale, row->offset, 0, r, factors, sums);
             row->total += sum(sums[0]);
             row->seen |= row->total != row->total;
             continue;
         }
         const int64_t away = first - (query + strip * RS + r + c->nk - c->nq); /* of the first key from the query */
-        weigh_all(x + r * PW, p + r * PW, panels, scale, row->offset, (float)away, r, factors, sums);
+        weigh(x + r * PW, p + r * PW, panels, c->power, scale, row->offset, (float)away, r, factors, sums);
         v4 a = quarter(sums[0]), b = quarter(sums[1]), e = quarter(sums[2]), f = quarter(sums[3]);
         v4 ab = (v4){a[0], b[0], a[1], b[1]} + (v4){a[2], b[2], a[3], b[3]};
         v4 ef = (v4){e[0], f[0], e[1], f[1]} + (v4){e[2], f[2], e[3], f[3]};
@@ -495,9 +511,97 @@ static double log_sum_exp(const Call *c, const Row *row, int64_t batch, int64_t 
     return most > -INFINITY ? most + log2(1 + exp2(least - most)) : lse;
 }
 
-/* Whether a row has a largest score that no masked pair has; a row without any visible pair needs none. */
+/* The number of a query in a table with strides of batch, head and query. */
+INLINE float of_query(const float *x, const int64_t strides[3], int64_t batch, int64_t head, int64_t query) {
+    return x[batch * strides[0] + head * strides[1] + query * strides[2]];
+}
+
+/* The weight of the sink of a query at the level of its row, and its derivative; 0 without sinks. */
+static float weight_of_sink(const Call *c, int64_t batch, int64_t head, int64_t query, float level, float *derivative) {
+    const float sink = c->sinks ? of_query(c->sinks, c->ss, batch, head, query) * (float)M_LOG2E : LOWEST;
+    const vf t = (vf){0} + (sink - level);
+    vf w, falls;
+    if (c->normalizer == SPARSEMAX) w = weight_of(SPARSEMAX, t, c->power, &falls);
+    else if (c->normalizer == ENTMAX_15) w = weight_of(ENTMAX_15, t, c->power, &falls);
+    else w = weight_of(ENTMAX, t, c->power, &falls);
+    *derivative = falls[0];
+    return w[0];
+}
+
+/* By what the weights of a row of a known sum are multiplied to become final; what `lse` of the call holds. */
+static double final_factor(const Call *c, const Row *row, int64_t batch, int64_t head, int64_t query, double *lse) {
+    if (c->normalizer == SOFTMAX) {
+        const double bits = log_sum_exp(c, row, batch, head, query);
+        *lse = bits * M_LN2;
+        return row->seen ? exp2(row->offset - bits) : 0;
+    }
+    *lse = c->by_sum ? fabs(row->total) < FLT_MIN ? 1 : row->total : row->offset * M_LN2;
+    if (c->by_sum) return 1 / *lse;
+    if (has_level(c)) { /* the offset is rounded, and with it the sum */
+        float derivative;
+        const double sum_of = row->total + weight_of_sink(c, batch, head, query, row->offset, &derivative);
+        return sum_of == 0 ? 1 : 1 / sum_of;
+    }
+    return c->divisor ? 1 / of_query(c->divisor, c->ds, batch, head, query) : 1;
+}
+
+/* Whether a row has a largest score that no masked pair has, and a sum; a row without any visible pair needs none. */
 static int is_finite(const Row *row, int sees) {
-    return row->seen ? row->top < LARGEST && row->total == row->total : !sees;
+    return row->seen ? row->top < LARGEST && fabs(row->total) <= DBL_MAX : !sees;
+}
+
+/* The scores of row r of a block in a run, from its first panel on. */
+INLINE float *scores_of_row(const Space *s, int64_t slot, int64_t r) {
+    const Run *run = s->runs + slot;
+    const int64_t panel = r / RS * ((run->end - run->start) / PW) + s->spans[(slot * STRIPS + r / RS) * 2];
+    return s->p + run->at + panel * RS * PW + r % RS * PW;
+}
+
+/* The level of entmax at which the weights of the candidates, relative to the largest score, and of a sink add up to 1: Newton's
+ * method on the norm (sum w)^(1 / power), which is convex and falls as the level rises, from where the largest score alone
+ * has the weight 1; so no step passes the level. Those that drop out of the candidates on the way have no weight. */
+INLINE float level_of(int kind, float *x, int64_t n, float power, float sink) {
+    float level = -power * (float)M_LOG2E;
+    for (int i = 0; i < 100; i++) {
+        vf total = {0}, fall = {0}, w, derivative;
+        int64_t left = 0;
+        for (int64_t j = 0; j < n; j += VL) {
+            const vf score = load(x + j);
+            w = weight_of(kind, score - level, power, &derivative);
+            total += w, fall += derivative;
+            if (any(score > level)) *(vf *)(x + left) = score, left += VL;
+        }
+        n = left, w = weight_of(kind, (vf){0} + (sink - level), power, &derivative);
+        const double sum_of = (double)sum(total) + w[0], slope = (double)sum(fall) + derivative[0];
+        const double move = (1 - pow(sum_of, -1 / (double)power)) * sum_of / slope * M_LOG2E * power;
+        if (!(move > 2 * FLT_EPSILON * (power * (float)M_LOG2E + fabsf(level)))) break; /* NaN ends it, too */
+        level += (float)move;
+    }
+    return level;
+}
+
+/* Find the offsets of the rows of a block of which all scores are in memory: the levels of their entmax. */
+static void find_levels(const Call *c, Space *s, int64_t n, int64_t batch, int64_t head, int64_t query) {
+    for (int64_t r = 0; r < n; r++) {
+        Row *row = s->row + r;
+        const float sink = c->sinks ? of_query(c->sinks, c->ss, batch, head, query + r) * (float)M_LOG2E : LOWEST;
+        const float top = fmaxf(row->top, sink), least = top - c->power * (float)M_LOG2E;
+        int64_t count = 0;
+        if (top <= LOWEST / 2) continue; /* it sees nothing */
+        for (int64_t slot = 0; slot < s->n_runs; slot++) {
+            const int16_t *span = s->spans + (slot * STRIPS + r / RS) * 2;
+            const float *p = scores_of_row(s, slot, r);
+            for (int64_t panel = span[0]; panel < span[1]; panel++, p += RS * PW)
+                UNROLL for (int v = 0; v < NV; v++) {
+                    const vf x = load(p + v * VL);
+                    if (any(x > least)) *(vf *)(s->candidates + count) = x - top, count += VL;
+                }
+        }
+        const int kind = (int)c->normalizer;
+        row->offset = top + (kind == SPARSEMAX ? level_of(SPARSEMAX, s->candidates, count, c->power, sink - top)
+                             : kind == ENTMAX_15 ? level_of(ENTMAX_15, s->candidates, count, c->power, sink - top)
+                             : level_of(ENTMAX, s->candidates, count, c->power, sink - top));
+    }
 }
 
 static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t query) {
@@ -511,6 +615,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         else from = min64(from, lo), to = max64(to, hi);
         s->lo[r] = lo, s->hi[r] = hi;
         s->row[r] = (Row){.top = LOWEST};
+        if (c->shift && r < n) s->row[r].offset = -of_query(c->shift, c->hs, batch, head, query + r) * (float)M_LOG2E;
     }
     s->cells = c->cells ? c->cells + batch * c->cs[0] + head * c->cs[1] + query / BLOCK * ((c->nk + CELL - 1) / CELL) : NULL;
     find_runs(c, s, from, to);
@@ -519,25 +624,29 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         pack_queries(q + strip * RS * c->qs[2], c->qs[2], min64(RS, n - strip * RS), c->d, c->scale * (float)M_LOG2E,
                      s->q + strip * query_size(c->d));
     if (c->out) memset(s->o, 0, (size_t)(strips * RS * width) * sizeof(float));
-    for (int64_t slot = 0; slot < s->n_runs; slot++)
-        for (int64_t strip = 0; strip < strips; strip++) {
-            const Run *run = s->runs + slot;
-            const int64_t at = c->rows ? run->at + strip * RS * (run->end - run->start) : 0;
-            strip_tile(c, s, s->p + at, slot, strip, batch, head, query);
-        }
+    for (int pass = has_level(c) ? 0 : 1; pass < 2; pass++) {
+        for (int64_t slot = 0; slot < s->n_runs; slot++)
+            for (int64_t strip = 0; strip < strips; strip++) {
+                const Run *run = s->runs + slot;
+                const int64_t at = c->rows || has_level(c) ? run->at + strip * RS * (run->end - run->start) : 0;
+                (pass ? strip_tile : strip_tops)(c, s, s->p + at, slot, strip, batch, head, query);
+            }
+        if (!pass) find_levels(c, s, n, batch, head, query);
+    }
     const int64_t base = (batch * c->h + head) * c->nq + query, all = c->b * c->h * c->nq;
     for (int64_t r = 0; r < n; r++) {
         Row *row = s->row + r;
         const int empty = !row->seen;
-        const double lse = log_sum_exp(c, row, batch, head, query + r);
+        double lse;
+        const float w = (float)final_factor(c, row, batch, head, query + r, &lse);
         int64_t first = s->lo[r];
         while (empty && first < s->hi[r] && !is_visible(c, s, r, first)) first++;
         s->infinite |= !is_finite(row, first < s->hi[r]);
-        if (c->lse) c->lse[base + r] = (float)(lse * M_LN2);
-        const float w = empty ? 0 : (float)exp2(row->offset - lse);
+        if (c->lse) c->lse[base + r] = (float)lse;
         if (c->counted && !c->counted[batch * c->nq + query + r]) row->seen = 0;
         s->weight[r] = row->seen ? w : 0;
-        s->center[r] = empty ? 0 : (float)(row->place / row->total + (double)(query + r + shift));
+        s->infinite |= row->bits != row->bits; /* a weight is negative: there is no entropy */
+        s->center[r] = empty || row->total == 0 ? 0 : (float)(row->place / row->total + (double)(query + r + shift));
         if (c->out) {
             Number *out = c->out + (base + r) * c->dv;
             const float *o = s->o + r * width;
@@ -603,7 +712,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         float *to_row = c->rows + base + r, weight = s->weight[r];
         const int64_t position = query + r + shift;
         if (c->n_prefix && (!c->counted || c->counted[batch * c->nq + query + r])) add_prefix(c, s, r, batch, position);
-        if (!row->seen || weight == 0) { /* nothing is visible, the query is left out, or a sink takes all weight */
+        if (!row->seen || row->total * weight == 0) { /* nothing has weight, the query is left out, or a sink takes all */
             for (int64_t i = 0; i < STATISTICS + c->n_ranges; i++) to_row[i * all] = 0;
             continue;
         }
@@ -721,12 +830,14 @@ int qkv_attend(const Call *c) {
     const int64_t scores = SEPARATE_SCORES && c->rows ? RS * TILE * 4 : 0;
     const int64_t cells = nkp / CELL; /* of all keys, and the most that a block of queries sees */
     const int64_t most = min64(c->cells ? c->widest : cells, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
+    const int64_t p_size = (c->rows || has_level(c) ? BLOCK * CELL * most : RS * TILE) * 4;
+    const int64_t candidates = has_level(c) ? CELL * most * 4 : 0;
     const double work = (double)c->b * c->h * c->nq * c->nk * (c->d + c->dv);
     const int threads = work < 2e6 || c->threads < 2 ? 1 : c->threads;
     const int alone = threads == 1 || (units >= 4 * threads) || units % threads == 0; /* a thread takes whole units */
     const int64_t kept = c->keep ? nkp + cells : 0, packed = up(k_size + v_size + kept * 4, 64) + 192;
     const int64_t own = (alone ? packed : 0) + sizeof(Space) + q_size + factors + scores + BLOCK * (width + most) * 4 + 2048
-                      + (c->rows ? BLOCK * CELL * most : RS * TILE) * 4
+                      + p_size + candidates
                       + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4;
     const int64_t sums = alone ? size : group * size, shared = (alone ? 0 : packed) + threads * sums * 8 + 256;
     char *memory = aligned_alloc(4096, (size_t)up(threads * up(own, 4096) + shared, 4096));
@@ -744,8 +855,8 @@ int qkv_attend(const Call *c) {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
         char *mine = memory + me * up(own, 4096);
         Space *s = take(&mine, sizeof(Space));
-        s->q = take(&mine, q_size), s->factors = take(&mine, factors), s->scores = take(&mine, scores), s->o = take(&mine, BLOCK * width * 4);
-        s->p = take(&mine, (c->rows ? BLOCK * CELL * most : RS * TILE) * 4);
+        s->q = take(&mine, q_size), s->factors = take(&mine, factors), s->scores = take(&mine, scores);
+        s->o = take(&mine, BLOCK * width * 4), s->p = take(&mine, p_size), s->candidates = take(&mine, candidates);
         s->offset = take(&mine, most * BLOCK * 4), s->spans = take(&mine, most * STRIPS * 4);
         s->runs = take(&mine, most * (int64_t)sizeof(Run)), s->run_of = take(&mine, cells * 4);
         s->k = alone ? take(&mine, k_size) : shared_k;

@@ -19,7 +19,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv.biases import Bias, SingleTensorBias
-from qkv.engine.call import Call
+from qkv.engine.call import Call, RowState
+from qkv.engine.level import sink_weight
 from qkv.engine.sizes import LARGEST_HEAD
 from qkv.engine.tiles import cached_for_mask
 from qkv.engine.transforms import Need, unmet
@@ -27,6 +28,7 @@ from qkv.masks import And, Grid, Mask
 from qkv.masks.base import in_reach
 from qkv.masks.convert import MaskBits, mask_bits, parts
 from qkv.native import LIBRARY, MISSING, described
+from qkv.normalizers import SumToOne
 from qkv.statistics.result import Place, Statistics, Thumbnail, bin_size, share_of_first
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class Arguments(ctypes.Structure):
         ("low", I64), ("high", I64), ("keep", P), ("cells", P), ("cs", I64 * 2), ("widest", I64),
         *((name, P) for name in ("bits", "visible", "visible_queries")), ("visible_heads", I64), ("biases", P),
         ("n_biases", I64), ("counted", P), ("firsts", ctypes.POINTER(I64)), ("sinks", P), ("ss", I64 * 3),
+        ("normalizer", I64), ("power", ctypes.c_float), ("by_sum", ctypes.c_int32), ("shift", P), ("hs", I64 * 3),
+        ("divisor", P), ("ds", I64 * 3),
         ("norms", P), ("ns", I64 * 2), ("ranges", P), ("n_ranges", I64), ("range_batch", I64),
         *((name, P) for name in ("out", "lse", "rows", "received", "prefix", "map")),
         *((name, I64) for name in ("n_prefix", "bin_q", "bin_k")),
@@ -73,7 +77,7 @@ class Gradients(ctypes.Structure):
         ("call", Arguments), ("grad_out", P), ("gs", I64 * 3),
         *((f"grad_{name}", P) for name in ("lse", "entropy", "effective", "distance", "received", "masses")),
         *((name, P) for name in ("entropy", "effective", "distance", "masses", "mass")), ("biases", P),
-        ("in_order", I64), *((name, P) for name in ("dq", "dk", "dv", "dsinks")),
+        ("in_order", I64), *((name, P) for name in ("dq", "dk", "dv", "dsinks", "dshift", "grad_sinks")),
     )  # fmt: skip
 
 
@@ -100,7 +104,9 @@ def description() -> str:
     return described(reason=compiled) if isinstance(compiled, str) else described(compiled.qkv_level())
 
 
-OFFERS: tuple[Need, ...] = ("biases", "gradients", "tensors in closures")
+OFFERS: tuple[Need, ...] = ("weights that are no softmax", "biases", "gradients", "tensors in closures")
+NORMALIZERS: tuple[str | None, ...] = (None, "sigmoid", "relu", "elu + 1", "identity", "entmax")
+"""The forms of normalizers by their number in weights.h; that of a softmax is 0."""
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -111,6 +117,9 @@ def unsupported_reason(call: Call) -> str | None:
         return missing
     if (why := unmet(call, OFFERS)) is not None:
         return why
+    if not call.normalizer.has_lse and call.normalizer.form is None:
+        name = type(call.user.normalizer).__name__
+        return f"it computes softmax, sigmoid, ReLU, ELU + 1, the identity and entmax, not {name}"
     for bias in call.biases:
         if bias.form is None:
             return f"the bias {type(bias).__name__} is not one by distance, a tensor, or a soft cap"
@@ -127,6 +136,8 @@ def unsupported_reason(call: Call) -> str | None:
     for bias in call.biases:
         if not bias_is_finite(bias):
             return f"the bias {type(bias).__name__} holds NaN, infinity, or numbers so large that scores overflow"
+    if call.shift is not None and not bool((call.shift.detach().abs() < LARGEST_SCORE).all()):
+        return f"the bias of {type(call.user.normalizer).__name__} is NaN or infinite"
     return None
 
 
@@ -249,6 +260,18 @@ def prepared(call: Call, dtype: torch.dtype | None = None) -> Prepared:
     if call.sink is not None:
         sink = call.sink.detach().float().expand(call.q.shape[:3])
         arguments.with_tensors(sinks=sink, ss=sink.stride())
+    normalizer = call.normalizer
+    if not normalizer.has_lse:
+        arguments.arguments.normalizer = NORMALIZERS.index(normalizer.form)
+        arguments.arguments.by_sum = normalizer.divide == "sum"
+        if normalizer.form == "entmax":  # two of its powers have numbers of their own
+            power = 1 / (vars(normalizer)["alpha"] - 1)
+            arguments.arguments.power = power
+            arguments.arguments.normalizer += {1.0: 0, 2.0: 1}.get(power, 2)
+        for name, strides_of, x in (("shift", "hs", call.shift), ("divisor", "ds", call.divisor)):
+            if x is not None:
+                numbers = x.detach().float().expand(call.q.shape[:3])
+                arguments.with_tensors(**{name: numbers, strides_of: numbers.stride()})
     if cells is not None:
         status = cells.status
         strides = tuple(0 if n == 1 else step for n, step in zip(status.shape[:2], status.stride(), strict=False))
@@ -257,6 +280,10 @@ def prepared(call: Call, dtype: torch.dtype | None = None) -> Prepared:
     if call.biases:
         arguments.with_biases(call.biases, call.normalizer.temperature)
     return arguments
+
+
+LOGS = ("log sigmoid", "log elu + 1")
+"""The forms of biases that are logarithms of weights, whose numbers follow that of a soft cap."""
 
 
 class _Step(ctypes.Structure):
@@ -273,6 +300,9 @@ def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor
         if bias.form == "cap":
             step.kind, step.factor = 2, vars(bias)["cap"] * step.factor
             continue
+        if bias.form in LOGS:
+            step.kind, step.factor = 3 + LOGS.index(bias.form), 1 / vars(bias)["normalizer"].temperature
+            continue
         assert isinstance(bias, SingleTensorBias)
         if bias.form == "distance":
             x = torch.nn.functional.pad(bias.tensor.detach().float().flip(1), (0, PADDING))
@@ -288,7 +318,12 @@ def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor
 
 
 def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:
-    """Return the output and the log-sum-exp, without statistics; None if a score or an output is not finite."""
+    """Return the output and a number of each row, without statistics; None if a score or an output is not finite.
+
+    The number is the log-sum-exp, the level, or the sum that the weights are divided by.
+    """
+    if call.normalizer.form == "identity" and not is_finite(call):  # the library does not see the lowest scores
+        return None
     arguments = prepared(call)
     out, lse = arguments.output(), empty(*call.q.shape[:3])
     arguments.with_tensors(lse=lse)
@@ -307,7 +342,8 @@ def run(of: Prepared | Gradients) -> bool:
     elif of.held[0].dtype != torch.float32:
         status = getattr(compiled, f"qkv_attend_{str(of.held[0].dtype)[6:]}")(c)
     else:
-        status = (compiled.qkv_decode if c.nq * c.h <= FEW_ROWS * c.hkv else compiled.qkv_attend)(c)
+        few = c.nq * c.h <= FEW_ROWS * c.hkv and c.normalizer < NORMALIZERS.index("entmax")
+        status = (compiled.qkv_decode if few else compiled.qkv_attend)(c)
     if status == 1:
         raise MemoryError(f"attention of {c.nq} queries and {c.nk} keys needs more memory than there is")
     return status == 0
@@ -346,13 +382,23 @@ OF_QUERIES = (
 """The first numbers of each query that the library writes; the masses of ranges follow."""
 
 
+def row_state(call: Call, numbers: Float[Tensor, "b h nq"]) -> RowState:
+    """Return the state of the rows of a call from the number of each row that the library writes."""
+    if isinstance(call.normalizer, SumToOne):
+        return RowState(numbers)
+    return RowState(total=numbers) if call.normalizer.divide == "sum" else RowState()
+
+
 def attend_and_measure(
     call: Call, request: Request, *, output: bool
 ) -> tuple[Float[Tensor, "b h nq dv"] | None, Float[Tensor, "b h nq"], Statistics] | None:
-    """Return the output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
+    """Return the output if it is wanted, the number of each row as in `forward`, and statistics of those that count.
 
-    None if a score or an output is not finite, or a mass is not that of a union of bands and ranges of keys.
+    None if a score or an output is not finite, a weight negative, or a mass not that of a union of bands and ranges of
+    keys.
     """
+    if call.normalizer.form == "identity" and not is_finite(call):
+        return None
     b, h, n_queries, _ = call.q.shape
     arguments, n_keys, prefix_keys, queries = prepared(call), call.k.shape[2], request.prefix_keys, request.queries
     spans = dict[str, Tensor]()
@@ -390,11 +436,12 @@ def attend_and_measure(
     if spans:
         sums = (statistics._view(i) for i in range(len(ranges)))
         more["mass"] = {name: functools.reduce(torch.add, itertools.islice(sums, len(x))) for name, x in spans.items()}
-    if queries is not None:
-        more["lse"] = lse.masked_fill(~queries[:, None], -torch.inf)
+    counted = lse if queries is None else lse.masked_fill(~queries[:, None], -torch.inf)
+    more["lse"] = counted if call.user.normalizer.has_lse else None
     if call.sink is not None:
-        shown, sink = more.get("lse", lse), call.sink.to(lse.dtype).expand(b, h, n_queries)
-        more["sink_mass"] = torch.exp(sink - shown).masked_fill_((shown == -torch.inf) | (sink == -torch.inf), 0)
+        sink, none = call.sink.to(lse.dtype).expand(b, h, n_queries), counted == -torch.inf
+        of_sink = sink_weight(call.normalizer, sink, counted.masked_fill(none, 0))
+        more["sink_mass"] = of_sink.masked_fill_(none | (sink == -torch.inf), 0)
     if prefix_keys is not None:
         more["prefix_sink_scores"] = prefix[0] / prefix[1].clamp(min=1)
     if request.bins is not None:

@@ -153,6 +153,23 @@ static void mask_row(const Call *c, const Keys *u, int64_t r, float *p, int64_t 
     }
 }
 
+/* Scores of a row in a tile to weights in place, and their sums; `place` is the distance of the first key after the query. */
+INLINE void weigh_row(int kind, float *p, int64_t keys, Row *row, float place) {
+    vf total = {0}, bits = {0}, squares = {0}, first = {0}, distance = {0}, x = iota() + place, derivative;
+    for (int64_t j = 0; j < keys; j += VL, p += VL, x += (float)VL) {
+        const vf t = load(p) - row->offset, w = weight_of(kind, t, 1, &derivative);
+        *(vf *)p = w;
+        total += w, bits += w * log_of_weight(kind, t, w), squares += w * w, first += w * x, distance += w * magnitude(x);
+    }
+    row->total += sum(total), row->bits += sum(bits), row->squares += sum(squares), row->place += sum(first);
+    row->distance += sum(distance), row->seen |= row->total != row->total;
+}
+#define WEIGH_ROW(kind) static void weigh_row_##kind(float *p, int64_t keys, Row *row, float place) { \
+    weigh_row(kind, p, keys, row, place); }
+WEIGH_ROW(SOFTMAX) WEIGH_ROW(SIGMOID) WEIGH_ROW(RELU) WEIGH_ROW(ELU_PLUS_ONE) WEIGH_ROW(IDENTITY)
+static void (*const WEIGH_ROWS[])(float *, int64_t, Row *, float) = { /* few queries have no levels */
+    weigh_row_SOFTMAX, weigh_row_SIGMOID, weigh_row_RELU, weigh_row_ELU_PLUS_ONE, weigh_row_IDENTITY};
+
 /* A row in a tile: biases, mask, offset, weights and sums. Returns by how much its output so far must be multiplied. */
 static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t batch, int64_t head, int64_t from, int64_t to,
                         float *offset, Row *row) {
@@ -160,7 +177,9 @@ static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t batch, 
     float *p = weights_of(u, r, from);
     for (const Bias *bias = c->biases; bias < c->biases + c->n_biases; bias++) {
         const float *values = values_of_row(c, bias, batch, head + r / c->nq, i);
-        for (int64_t j = from; j < to; j += VL) *(vf *)(p + j - from) = biased(c, bias, values, j, load(p + j - from));
+        vf derivative;
+        for (int64_t j = from; j < to; j += VL)
+            *(vf *)(p + j - from) = biased(c, bias, values, j, load(p + j - from), &derivative);
     }
     if (u->kept || u->cells[r] || c->n_biases || u->lo[r] > from || u->hi[r] < up(to, VL))
         mask_row(c, u, r, p, from, to);
@@ -168,7 +187,8 @@ static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t batch, 
     for (int64_t j = from; j < to; j += VL) top = maximum(load(p + j - from), top);
     const float m = highest(top);
     float factor = 1;
-    if (row->seen ? m > row->offset + RAISE : m > LOWEST / 2) {
+    if (c->normalizer != SOFTMAX) row->seen |= m > LOWEST / 2;
+    else if (row->seen ? m > row->offset + RAISE : m > LOWEST / 2) {
         const double below = row->offset - (double)m, by = row->seen ? exp2(below) : 0;
         row->bits = by * (row->bits + (row->seen ? below * row->total : 0));
         row->total *= by, row->squares *= by * by, row->place *= by, row->distance *= by;
@@ -176,15 +196,7 @@ static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t batch, 
     }
     if (m > row->top) row->top = m;
     *offset = row->offset;
-    vf total = {0}, bits = {0}, squares = {0}, first = {0}, distance = {0}, floor = (vf){0} - 127;
-    vf x = iota() + (float)(from - position);
-    for (int64_t j = from; j < to; j += VL, p += VL, x += (float)VL) {
-        const vf t = maximum(floor, load(p) - row->offset), w = exp2_of(t);
-        *(vf *)p = w;
-        total += w, bits += w * t, squares += w * w, first += w * x, distance += w * magnitude(x);
-    }
-    row->total += sum(total), row->bits += sum(bits), row->squares += sum(squares), row->place += sum(first);
-    row->distance += sum(distance), row->seen |= row->total != row->total;
+    WEIGH_ROWS[c->normalizer](p, to - from, row, (float)(from - position));
     return factor;
 }
 
@@ -192,7 +204,10 @@ static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t batch, 
 static void attend_tiles(const Call *c, const Keys *u, int64_t batch, int64_t head, Row *rows, float *o, int64_t tile0,
                          int64_t tile1) {
     const int64_t dvp = up(c->dv, VL), tiles = up(c->nk, TILE) / TILE;
-    for (int64_t r = 0; r < u->rows; r++) rows[r] = (Row){.top = LOWEST};
+    for (int64_t r = 0; r < u->rows; r++) {
+        rows[r] = (Row){.top = LOWEST};
+        if (c->shift) rows[r].offset = -of_query(c->shift, c->hs, batch, head + r / c->nq, r % c->nq) * (float)M_LOG2E;
+    }
     if (c->out) memset(o, 0, (size_t)(u->rows * dvp) * sizeof(float));
     for (int64_t tile = tile0; tile < tile1; tile++) {
         const int64_t from = max64(tile * TILE, u->from), to = min64((tile + 1) * TILE, u->to);
@@ -228,10 +243,11 @@ static int combine(const Call *c, const Keys *u, int64_t batch, int64_t head, Ro
         int64_t first = u->lo[r];
         while (!all.seen && first < u->hi[r] && !row_sees(c, u, r, first)) first++;
         finite &= is_finite(&all, first < u->hi[r]);
-        const double lse = log_sum_exp(c, &all, batch, head + r / c->nq, r % c->nq);
-        if (c->lse) c->lse[base + r] = (float)(lse * M_LN2);
-        const float weight = all.seen ? (float)exp2(all.offset - lse) : 0;
-        u->center[r] = all.seen ? (float)(all.place / all.total + (double)(r % c->nq + c->nk - c->nq)) : 0;
+        double lse;
+        const float weight = (float)final_factor(c, &all, batch, head + r / c->nq, r % c->nq, &lse);
+        if (c->lse) c->lse[base + r] = (float)lse;
+        finite &= !c->rows || all.bits == all.bits; /* a negative weight has no entropy */
+        u->center[r] = all.seen && all.total != 0 ? (float)(all.place / all.total + (double)(r % c->nq + c->nk - c->nq)) : 0;
         if (c->out) for (int64_t i = 0; i < c->dv; i++) {
             double x = 0;
             for (int64_t t = 0; t < team; t++) x += factor[t] * o[t][r * dvp + i];
@@ -305,7 +321,7 @@ static int finish_head(const Call *c, const Keys *u, int64_t batch, int64_t head
         const int64_t r = g * c->nq + i, position = i + c->nk - c->nq, lo = u->lo[r], hi = u->hi[r];
         const Row *row = u->row + r;
         float *to_row = c->rows + bh * c->nq + i, weight = u->weight[r];
-        const int none = !row->seen || weight == 0, counts = !c->counted || c->counted[batch * c->nq + i];
+        const int none = !row->seen || row->total * weight == 0, counts = !c->counted || c->counted[batch * c->nq + i];
         if (counts && position >= first && position < first + c->n_prefix)
             for (int64_t j = max64(first, lo); j < min64(first + c->n_prefix, hi); j++) {
                 if (!none) prefix[j - first] += *weights_of(u, r, j);

@@ -1,19 +1,23 @@
 /* Gradients of attention and of statistics of its weights, in one pass over the recomputed scores (float32, CPU).
  *
- * Let a_ij be the weights as shares of the row, p_ij = mass_i a_ij (mass_i is 1 unless there is a sink), t = log2 a.
- * Every gradient is of one form:
+ * Let w_ij be the weights before any division, of a softmax the shares of the row, and A_ij = mass_i w_ij the final ones (the
+ * mass of a softmax is 1 unless there is a sink). With the derivative w'_ij of a weight in its score, every gradient is of one
+ * form, in which all but the first term are of statistics:
  *
- *     dscore_ij = a_ij (mass_i (grad_out_i . v_j + received_j) + constant_i + bits_i t_ij + weight_i a_ij + far_i |j - i|)
+ *     dscore_ij = w'_ij (mass_i (grad_out_i . v_j + received_j + masses_ij) + constant_i + bits_i log2 w_ij + weight_i w_ij
+ *                        + far_i |j - i|)
  *
- * plus p_ij times the gradient of each mass that contains key j. So statistics cost a few more instructions for each
- * score, and no more products. For each block of BLOCK queries and each run of keys, strips of RS queries form their
- * scores, then p and dscore in the epilogue of the product grad_out * V, then dq += dscore * K. After all strips of the
- * run, dv += p^T grad_out and dk += dscore^T q over all queries of the block. A gradient of what keys received needs
- * sum_j p_ij received_j of a whole row first; then the scores of a block are kept from a first pass.
+ * and masses_ij is the sum of the gradients of all masses that contain key j. So statistics cost a few more instructions for
+ * each score, and no more products. For each block of BLOCK queries and each run of keys, strips of RS queries form their
+ * scores, then A and dscore in the epilogue of the product grad_out * V, then dq += dscore * K. After all strips of the
+ * run, dv += A^T grad_out and dk += dscore^T q over all queries of the block. A gradient of what keys received needs
+ * sum_j A_ij received_j of a whole row first, if its weights are divided by their sum; then the scores of a block are kept from
+ * a first pass. The level of an entmax moves with each score: the bracket, for which the first pass then leaves room, loses its
+ * mean over the row with the shares of w'.
  *
- * A bias has the gradient dscore times the derivatives of the soft caps after it. It is summed over the rows of a strip by
- * distance or by key, added to the table of a thread and head in double precision, and at the end of a key head the tables
- * of all threads are added in their order. A bias of each pair is summed in the gradient itself.
+ * A bias has the gradient dscore times the derivatives of the functions of the score after it. It is summed over the rows of a
+ * strip by distance or by key, added to the table of a thread and head in double precision, and at the end of a key head the
+ * tables of all threads are added in their order. A bias of each pair is summed in the gradient itself.
  */
 
 /* How the gradient of a bias is summed. */
@@ -33,20 +37,24 @@ typedef struct {
     const float *grad_received;                                            /* (b, h, nk), or NULL */
     const float *grad_masses;  /* (call.n_ranges, b, h, nq), or NULL */
     const float *entropy, *effective, *distance, *masses; /* the statistics whose gradients are given */
-    const float *mass;         /* (b, h, nq), the sum of the weights of each row; NULL if it is 1 or not needed */
+    const float *mass;         /* (b, h, nq), the sum of the final weights of each row; NULL if it is 1 or not needed */
     const BiasGradient *biases; /* one for each bias of the call; or NULL */
     int64_t in_order;          /* whether all threads share each key head, and each takes the same queries of all heads, since
                                 * batch items or heads add to the same sums by pair */
     float *dq, *dk, *dv;       /* contiguous; dv is NULL without grad_out */
     float *dsinks;             /* (b, h, nq): gradient of the sink by query, or NULL */
+    float *dshift;             /* (b, h, nq): gradient of what is added to the scores of a query, or NULL */
+    const float *grad_sinks;   /* (b, h, nq): gradient of the weight of the sink of an entmax, or NULL */
 } Gradients;
 
 typedef struct {
     Space s;                  /* of it: q, k, p (scores, then weights), o (dq), runs, spans, lo, hi, kept, padded */
     float *k_rows, *v;        /* packed: rows of K [nk][dp], panels of V [panel][dv][PW] */
-    float *q_rows, *out_rows; /* q * scale [BLOCK][dp] and grad_out [BLOCK][dvp] */
-    float *grad;              /* packed strips of grad_out [strip][dv][RS] */
-    float *ds;                /* dscore of a run, like p */
+    float *q_rows, *out_rows; /* q * scale [BLOCK][dp] and mass * grad_out [BLOCK][dvp] */
+    float *grad;              /* packed strips of mass * grad_out [strip][dv][RS] */
+    float *ds;                /* dscore of a run, or of all if there are levels, like p */
+    vf falls[BLOCK], moves[BLOCK]; /* of a row with a level, by lane: sums of w', and of w' times the bracket */
+    double shift[BLOCK];      /* sums of dscore of a row */
     float *dk, *dv;           /* [nkp][dp], [nkp][dvp]: sums of this thread */
     float *received;          /* gradient of what the keys received [nkp], 0 if none */
     double *tables;           /* sums of this thread for biases [bias][head of the group][nq + nk - 1] */
@@ -55,36 +63,50 @@ typedef struct {
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */
 
-/* One panel of scores to weights p (in place) and gradients ds, by the product of grad_out and V. */
-INLINE void gradients_of(int statistics, const GradientSpace *g, int64_t row, const float *v, int64_t dv, float *p, float *ds,
-                         const float *received, float away) {
+/* One panel of scores to weights p (in place) and gradients ds, by the product of grad_out and V. With statistics ds holds
+ * the gradients of the masses first. Where rows have levels, scores stay scores, and ds becomes the bracket. */
+INLINE void gradients_of(int kind, int statistics, GradientSpace *g, int64_t row, const float *v, int64_t dv, float power,
+                         float *p, float *ds, const float *received, float away) {
     const float *grad = g->grad + row * dv;
-    const vf floor = (vf){0} - 127;
     UNROLL for (int m = 0; m < RS; m += MR) {
         vf acc[MR][4] = {0};
         for (int64_t i = 0; i < dv; i++) step(acc, NV, grad + i * RS + m, 1, v + i * PW);
         UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < NV; i++) {
             const int64_t at = (m + r) * PW + i * VL, k = row + m + r;
-            const vf t = maximum(floor, load(p + at) - g->lse[k]), w = exp2_of(t);
+            const vf t = load(p + at) - g->lse[k];
+            vf derivative, w = weight_of(kind, t, power, &derivative), x = acc[r][i] + g->constant[k];
             if (statistics) {
-                vf x = g->mass[k] * (acc[r][i] + load(received + i * VL)) + g->constant[k];
-                x += g->bits[k] * t + g->weight[k] * w;
+                x += g->mass[k] * (load(received + i * VL) + load(ds + at));
+                x += g->bits[k] * log_of_weight(kind, t, w) + g->weight[k] * w;
                 x += g->far[k] * magnitude(iota() + (away + (float)(i * VL - m - r)));
-                *(vf *)(p + at) = w * g->mass[k];
-                *(vf *)(ds + at) = w * x;
-            } else {
-                *(vf *)(p + at) = w;
-                *(vf *)(ds + at) = w * (acc[r][i] + g->constant[k]);
             }
+            if (kind >= SPARSEMAX) g->falls[k] += derivative, g->moves[k] += derivative * x, *(vf *)(ds + at) = x;
+            else *(vf *)(p + at) = w, *(vf *)(ds + at) = derivative * x;
         }
     }
 }
-static void gradients_all(const GradientSpace *g, int64_t row, const float *v, int64_t dv, float *p, float *ds,
-                          const float *received, float away) {
-    gradients_of(1, g, row, v, dv, p, ds, received, away);
+typedef void GradientsOf(GradientSpace *, int64_t, const float *, int64_t, float, float *, float *, const float *, float);
+#define GRADIENTS(kind, statistics) static void gradients_##kind##_##statistics(GradientSpace *g, int64_t row, const float *v, \
+        int64_t dv, float power, float *p, float *ds, const float *received, float away) { \
+    gradients_of(kind, statistics, g, row, v, dv, power, p, ds, received, away); }
+#define BOTH_GRADIENTS(kind) GRADIENTS(kind, 0) GRADIENTS(kind, 1)
+EACH_NORMALIZER(BOTH_GRADIENTS)
+#define GRADIENTS_ENTRY(kind) [kind] = {gradients_##kind##_0, gradients_##kind##_1},
+static GradientsOf *const GRADIENTS_OF[NORMALIZERS][2] = {EACH_NORMALIZER(GRADIENTS_ENTRY)}; /* without and with statistics */
+
+/* The same for one row of some panels whose level moves: scores to weights, and the bracket less its mean to gradients. */
+INLINE void level_gradients(int kind, float *p, float *ds, int64_t panels, float power, float level, float mean) {
+    for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, ds += RS * PW)
+        UNROLL for (int v = 0; v < NV; v++) {
+            vf derivative;
+            *(vf *)(p + v * VL) = weight_of(kind, load(p + v * VL) - level, power, &derivative);
+            *(vf *)(ds + v * VL) = derivative * (load(ds + v * VL) - mean);
+        }
 }
-static void gradients_only(const GradientSpace *g, int64_t row, const float *v, int64_t dv, float *p, float *ds) {
-    gradients_of(0, g, row, v, dv, p, ds, NULL, 0);
+static void gradients_at_level(int64_t kind, float *p, float *ds, int64_t panels, float power, float level, float mean) {
+    if (kind == SPARSEMAX) level_gradients(SPARSEMAX, p, ds, panels, power, level, mean);
+    else if (kind == ENTMAX_15) level_gradients(ENTMAX_15, p, ds, panels, power, level, mean);
+    else level_gradients(ENTMAX, p, ds, panels, power, level, mean);
 }
 
 /* Add weights^T * rows of some strips, which are `apart` floats apart, to nv vectors of MR keys. */
@@ -125,63 +147,99 @@ static void add_keys(const float *p, int64_t panels, const int16_t *spans, const
 
 /* ---- A block of queries ----------------------------------------------------------------------------------------- */
 
-/* sum_j a_ij received_j of one row, in one run. */
-static double received_of(const float *p, int64_t panels, float lse, const float *received) {
-    const vf floor = (vf){0} - 127;
-    vf total = {0};
+/* sum_j w_ij received_j of one row, in one run. */
+INLINE double weighed(int kind, const float *p, int64_t panels, float offset, const float *received) {
+    vf total = {0}, derivative;
     for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, received += PW)
         UNROLL for (int v = 0; v < NV; v++)
-            total += exp2_of(maximum(floor, load(p + v * VL) - lse)) * load(received + v * VL);
+            total += weight_of(kind, load(p + v * VL) - offset, 1, &derivative) * load(received + v * VL);
     return sum(total);
 }
+static double received_of(int64_t kind, const float *p, int64_t panels, float offset, const float *received) {
+    return kind == SOFTMAX ? weighed(SOFTMAX, p, panels, offset, received) : kind == SIGMOID
+        ? weighed(SIGMOID, p, panels, offset, received) : kind == RELU ? weighed(RELU, p, panels, offset, received)
+        : kind == IDENTITY ? weighed(IDENTITY, p, panels, offset, received)
+        : weighed(ELU_PLUS_ONE, p, panels, offset, received);
+}
 
-/* What is known of each row before its scores are; the gradient of its sink, as far as known. */
-static void row_terms(const Gradients *b, GradientSpace *g, int64_t r, int64_t at, const float *grad_out) {
+/* What is known of each row before its scores are; the gradient of the sink of a softmax, as far as known. */
+static void row_terms(const Gradients *b, GradientSpace *g, int64_t r, int64_t batch, int64_t head, int64_t query,
+                      const float *grad_out) {
     const Call *c = &b->call;
-    const int64_t all = c->b * c->h * c->nq;
+    const int64_t all = c->b * c->h * c->nq, at = (batch * c->h + head) * c->nq + query;
     const double row_sum = b->mass ? b->mass[at] : 1;
-    const int vanishes = row_sum < 1e-37; /* beside the sink, the keys have no weight: only the latter has a gradient */
-    const double mass = vanishes ? 1 : row_sum, lse = c->lse[at] + log(mass);
-    g->lse[r] = c->lse[at] == -INFINITY ? -LOWEST : (float)(lse * M_LOG2E);
-    g->mass[r] = (float)mass;
-    double constant = 0;
-    for (int64_t i = 0; grad_out && i < c->dv; i++) constant -= (double)grad_out[i] * c->out[at * c->dv + i];
+    const int softmax = c->normalizer == SOFTMAX, divided = softmax || c->by_sum;
+    const int vanishes = row_sum < 1e-37; /* no key has weight: no statistic of the row has a gradient */
+    double mass = 1, total = 1, offset = 0, constant = 0; /* total: the sum of w */
+    if (softmax) {
+        mass = vanishes ? 1 : row_sum;
+        offset = c->lse[at] == -INFINITY ? -LOWEST : (c->lse[at] + log(mass)) * M_LOG2E;
+    } else {
+        if (divided) mass = 1 / c->lse[at];
+        else if (c->divisor) mass = 1 / of_query(c->divisor, c->ds, batch, head, query);
+        if (has_level(c)) offset = c->lse[at] * M_LOG2E;
+        else if (c->shift) offset = -of_query(c->shift, c->hs, batch, head, query) * M_LOG2E;
+        total = row_sum / mass;
+    }
+    g->lse[r] = (float)offset, g->mass[r] = (float)mass;
+    for (int64_t i = 0; divided && grad_out && i < c->dv; i++) constant -= (double)grad_out[i] * c->out[at * c->dv + i];
     if (b->grad_lse && c->lse[at] > -INFINITY) constant += b->grad_lse[at];
-    for (int64_t i = 0; b->grad_masses && i < c->n_ranges; i++)
+    for (int64_t i = 0; divided && b->grad_masses && i < c->n_ranges; i++)
         constant -= (double)b->grad_masses[i * all + at] * b->masses[i * all + at];
     if (b->dsinks) b->dsinks[at] = (float)constant;
     constant *= mass;
     if (b->grad_entropy && !vanishes) {
-        constant -= (double)b->grad_entropy[at] * b->entropy[at];
-        g->bits[r] = (float)(-b->grad_entropy[at] * M_LN2);
+        constant -= b->grad_entropy[at] * (b->entropy[at] - log(total)) / total;
+        g->bits[r] = (float)(-b->grad_entropy[at] * M_LN2 / total);
     }
     if (b->grad_effective && !vanishes) {
-        const double by = 2 * (double)b->grad_effective[at] * b->effective[at];
+        const double by = 2 * (double)b->grad_effective[at] * b->effective[at] / total;
         constant += by;
-        g->weight[r] = (float)(-by * b->effective[at]);
+        g->weight[r] = (float)(-by * b->effective[at] / total);
     }
     if (b->grad_distance && !vanishes) {
-        constant -= (double)b->grad_distance[at] * b->distance[at];
-        g->far[r] = b->grad_distance[at];
+        constant -= (double)b->grad_distance[at] * b->distance[at] / total;
+        g->far[r] = (float)(b->grad_distance[at] / total);
     }
     g->constant[r] = (float)constant;
 }
 
-/* Add the gradients of masses to those of the scores of a strip in a run; its weights are p. */
-static void add_masses(const Gradients *b, const float *p, float *ds, int64_t first, int64_t last, int64_t batch,
-                       int64_t head, int64_t query, int64_t rows) {
+/* The mean bracket of a row, by the shares of w': by how much of a gradient its level moves. */
+static float mean_of(const Gradients *b, const GradientSpace *g, int64_t r, int64_t batch, int64_t head, int64_t query) {
     const Call *c = &b->call;
-    const int64_t batches = c->range_batch ? c->b : 1;
-    for (int64_t i = 0; i < c->n_ranges; i++)
+    const int64_t at = (batch * c->h + head) * c->nq + query;
+    double fall = sum(g->falls[r]), move = sum(g->moves[r]);
+    const double grad = b->grad_sinks ? b->grad_sinks[at] : 0;
+    float of_sink;
+    weight_of_sink(c, batch, head, query, g->lse[r], &of_sink);
+    fall += of_sink, move += of_sink * grad;
+    const double mean = fall > 0 ? move / fall : 0;
+    if (b->dsinks) b->dsinks[at] = (float)(of_sink * (grad - mean));
+    return (float)mean;
+}
+
+/* The gradients of masses with respect to the weights of a strip in a run. */
+static void put_masses(const Gradients *b, float *ds, int64_t panels, int64_t first, int64_t batch, int64_t head,
+                       int64_t query, int64_t rows) {
+    const Call *c = &b->call;
+    const int64_t batches = c->range_batch ? c->b : 1, last = min64(first + panels * PW, c->nk);
+    memset(ds, 0, (size_t)(panels * RS * PW) * sizeof(float));
+    for (int64_t i = 0; b->grad_masses && i < c->n_ranges; i++)
         for (int64_t r = 0; r < rows; r++) {
             const int32_t *range = c->ranges + i * 2 * batches * c->nq + batch * c->range_batch + query + r;
             const float grad = b->grad_masses[((i * c->b + batch) * c->h + head) * c->nq + query + r];
             const int64_t from = max64(range[0], first), to = min64(range[batches * c->nq], last);
-            for (int64_t j = from - first; j < to - first && grad != 0; j++) {
-                const int64_t at = j / PW * RS * PW + r * PW + j % PW;
-                ds[at] += p[at] * grad;
-            }
+            for (int64_t j = from - first; j < to - first && grad != 0; j++)
+                ds[j / PW * RS * PW + r * PW + j % PW] += grad;
         }
+}
+
+/* The sum of a row of a strip. */
+static float sum_row(const float *ds, int64_t panels) {
+    vf total = {0};
+    for (int64_t panel = 0; panel < panels; panel++, ds += RS * PW)
+        UNROLL for (int v = 0; v < NV; v++) total += load(ds + v * VL);
+    return sum(total);
 }
 
 /* Sum over `rows` rows of a strip, the next of which is `shift` places to the left; `sums` starts with the last. */
@@ -201,9 +259,9 @@ static void bias_gradients(const Gradients *b, const GradientSpace *g, float *ds
     const Call *c = &b->call;
     const int64_t distances = c->nq + c->nk - 1, group = c->h / c->hkv, last = min64(first + panels * PW, c->nk);
     for (const Bias *bias = c->biases; slopes && bias < c->biases + c->n_biases; bias++)
-        if (bias->kind == SOFT_CAP) slopes += g->s.cap_size;
+        if (bias->kind >= SOFT_CAP) slopes += g->s.cap_size;
     for (int64_t i = c->n_biases - 1; i >= 0; i--) {
-        if (c->biases[i].kind == SOFT_CAP) {
+        if (c->biases[i].kind >= SOFT_CAP) {
             slopes -= g->s.cap_size;
             for (int64_t panel = 0; panel < panels; panel++)
                 for (int64_t at = panel * RS * PW; at < panel * RS * PW + rows * PW; at += VL)
@@ -219,12 +277,8 @@ static void bias_gradients(const Gradients *b, const GradientSpace *g, float *ds
             sum_rows(ds, panels, rows, shift, sums);
             for (int64_t j = 0; j < last - first + shift * (rows - 1); j++) table[j] += sums[j];
         }
-        for (int64_t r = 0; r < rows && to->kind == BY_ROW; r++) {
-            vf total = {0};
-            for (int64_t panel = 0; panel < panels; panel++)
-                for (int v = 0; v < NV; v++) total += load(ds + panel * RS * PW + r * PW + v * VL);
-            ((double *)to->sums)[(batch * c->h + head) * c->nq + query + r] += sum(total);
-        }
+        for (int64_t r = 0; r < rows && to->kind == BY_ROW; r++)
+            ((double *)to->sums)[(batch * c->h + head) * c->nq + query + r] += sum_row(ds + r * PW, panels);
         for (int64_t r = 0; r < rows && to->kind == BY_PAIR; r++) {
             float *row = (float *)to->sums + batch * to->strides[0] + head * to->strides[1] + (query + r) * to->strides[2];
             for (int64_t j = first; j < last; j += VL) {
@@ -243,7 +297,10 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
     const int64_t n = min64(BLOCK, c->nq - query), strips = (n + RS - 1) / RS, shift = c->nk - c->nq;
     const int64_t d = c->d, dv = b->grad_out ? c->dv : 0, dp = up(d, VL), dvp = up(dv, VL);
     const int64_t base = (batch * c->h + head) * c->nq + query;
-    const int statistics = b->grad_received || b->mass || b->grad_entropy || b->grad_effective || b->grad_distance;
+    const int statistics = b->grad_received || b->mass || b->grad_entropy || b->grad_effective || b->grad_distance
+                           || b->grad_masses;
+    const int level = has_level(c), twice = level || (b->grad_received && (c->normalizer == SOFTMAX || c->by_sum));
+    GradientsOf *const gradients = GRADIENTS_OF[c->normalizer][statistics];
     const float *q = c->q + batch * c->qs[0] + head * c->qs[1] + query * c->qs[2];
     const float *grad = b->grad_out ? b->grad_out + batch * b->gs[0] + head * b->gs[1] + query * b->gs[2] : NULL;
     int64_t from = INT64_MAX, to = 0;
@@ -255,59 +312,65 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
         else from = min64(from, lo), to = max64(to, hi);
         s->lo[r] = lo, s->hi[r] = hi;
         g->constant[r] = g->bits[r] = g->weight[r] = g->far[r] = 0, g->mass[r] = 1, g->lse[r] = -LOWEST;
-        if (r < n) row_terms(b, g, r, base + r, grad ? grad + r * b->gs[2] : NULL);
+        g->falls[r] = g->moves[r] = (vf){0}, g->shift[r] = 0;
+        if (r < n) row_terms(b, g, r, batch, head, query + r, grad ? grad + r * b->gs[2] : NULL);
         float *q_strip = s->q + r / RS * d * RS + r % RS, *grad_strip = g->grad + r / RS * dv * RS + r % RS;
         for (int64_t i = 0; i < d; i++) {
             const float x = r < n ? q[r * c->qs[2] + i] : 0;
             q_strip[i * RS] = x * (c->scale * (float)M_LOG2E), g->q_rows[r * dp + i] = x * c->scale;
         }
         for (int64_t i = 0; i < dv; i++)
-            grad_strip[i * RS] = g->out_rows[r * dvp + i] = r < n ? grad[r * b->gs[2] + i] : 0;
+            grad_strip[i * RS] = g->out_rows[r * dvp + i] = r < n ? g->mass[r] * grad[r * b->gs[2] + i] : 0;
     }
     s->cells = c->cells ? c->cells + batch * c->cs[0] + head * c->cs[1] + query / BLOCK * ((c->nk + CELL - 1) / CELL) : NULL;
     find_runs(c, s, from, to);
     memset(s->o, 0, (size_t)(strips * RS * dp) * sizeof(float));
     memset(s->spans, 0, (size_t)(s->n_runs * STRIPS * 2) * sizeof *s->spans);
     double seen[BLOCK] = {0};
-    for (int pass = b->grad_received ? 0 : 1; pass < 2; pass++) {
+    float mean[BLOCK] = {0};
+    for (int pass = twice ? 0 : 1; pass < 2; pass++) {
         for (int64_t slot = 0; slot < s->n_runs; slot++) {
             const Run *run = s->runs + slot;
             const int64_t start = run->start, panels = (run->end - start) / PW, apart = RS * (panels + 1) * PW;
-            float *p = s->p + (b->grad_received ? run->at + slot * BLOCK * PW : 0);
+            float *p = s->p + (twice ? run->at + slot * BLOCK * PW : 0);
+            float *ds = g->ds + (level ? run->at + slot * BLOCK * PW : 0);
             int16_t *spans = s->spans + slot * STRIPS * 2;
             for (int64_t strip = 0; strip < strips; strip++) {
                 vf top[RS];
-                if (!pass || !b->grad_received)
+                if (!pass || !twice)
                     strip_scores(c, s, p + strip * apart, run, spans + 2 * strip, strip, batch, head, query, top);
-                const int64_t row = strip * RS, used = spans[2 * strip + 1] - spans[2 * strip];
-                const int64_t first = start + spans[2 * strip] * PW, last = first + used * PW;
-                float *w = p + strip * apart + spans[2 * strip] * RS * PW;
-                if (!pass) {
-                    for (int64_t r = 0; r < RS; r++)
-                        seen[row + r] += received_of(w + r * PW, used, g->lse[row + r], g->received + first);
-                    continue;
-                }
-                float *ds = g->ds + strip * apart + spans[2 * strip] * RS * PW;
-                for (int64_t i = 0; i < used; i++) {
-                    const int64_t key = first + i * PW;
-                    if (statistics)
-                        gradients_all(g, row, g->v + key * dv, dv, w + i * RS * PW, ds + i * RS * PW, g->received + key,
-                                      (float)(key - (query + row + shift)));
-                    else gradients_only(g, row, g->v + key * dv, dv, w + i * RS * PW, ds + i * RS * PW);
-                }
+                const int64_t row = strip * RS, used = spans[2 * strip + 1] - spans[2 * strip], rows = min64(RS, n - row);
+                const int64_t first = start + spans[2 * strip] * PW, at = strip * apart + spans[2 * strip] * RS * PW;
                 if (!used) continue;
-                if (b->grad_masses)
-                    add_masses(b, w, ds, first, min64(last, c->nk), batch, head, query + row, min64(RS, n - row));
+                for (int64_t r = 0; r < RS && !pass && !level; r++)
+                    seen[row + r] += received_of(c->normalizer, p + at + r * PW, used, g->lse[row + r], g->received + first);
+                if (level ? !pass : pass) {
+                    if (statistics) put_masses(b, ds + at, used, first, batch, head, query + row, rows);
+                    for (int64_t i = 0; i < used; i++) {
+                        const int64_t key = first + i * PW, to = at + i * RS * PW;
+                        gradients(g, row, g->v + key * dv, dv, c->power, p + to, ds + to, g->received + key,
+                                  (float)(key - (query + row + shift)));
+                    }
+                }
+                if (!pass) continue;
+                for (int64_t r = 0; r < RS && level; r++)
+                    gradients_at_level(c->normalizer, p + at + r * PW, ds + at + r * PW, used, c->power, g->lse[row + r],
+                                       mean[row + r]);
+                for (int64_t r = 0; r < rows && b->dshift; r++) g->shift[row + r] += sum_row(ds + at + r * PW, used);
                 if (c->n_biases)
-                    bias_gradients(b, g, ds, used, s->slopes ? s->slopes + (w - s->p) : NULL, first, batch, head, query + row,
-                                   min64(RS, n - row));
-                output(ds, used, g->k_rows + first * dp, dp, s->o + row * dp);
+                    bias_gradients(b, g, ds + at, used, s->slopes ? s->slopes + (p + at - s->p) : NULL, first, batch, head,
+                                   query + row, rows);
+                output(ds + at, used, g->k_rows + first * dp, dp, s->o + row * dp);
             }
             if (!pass) continue;
             add_keys(p, panels, spans, g->out_rows, dvp, g->dv + start * dvp);
-            add_keys(g->ds, panels, spans, g->q_rows, dp, g->dk + start * dp);
+            add_keys(ds, panels, spans, g->q_rows, dp, g->dk + start * dp);
         }
         for (int64_t r = 0; !pass && r < n; r++) {
+            if (level) {
+                mean[r] = mean_of(b, g, r, batch, head, query + r);
+                continue;
+            }
             const float received = g->mass[r] * (float)seen[r];
             g->constant[r] -= g->mass[r] * received;
             if (b->dsinks) b->dsinks[base + r] -= received;
@@ -315,7 +378,8 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
     }
     for (int64_t r = 0; r < n; r++) {
         for (int64_t i = 0; i < d; i++) b->dq[(base + r) * d + i] = s->o[r * dp + i] * c->scale;
-        if (b->dsinks) { /* times the weight of the sink */
+        if (b->dshift) b->dshift[base + r] = (float)g->shift[r];
+        if (b->dsinks && !level) { /* times the weight of the sink */
             const float sink = c->sinks[batch * c->ss[0] + head * c->ss[1] + (query + r) * c->ss[2]];
             const double weight = sink == -INFINITY ? 0 : exp((double)sink - c->lse[base + r]);
             b->dsinks[base + r] = weight == 0 ? 0 : b->dsinks[base + r] * (float)weight;
@@ -389,17 +453,18 @@ int qkv_gradients(const Gradients *b) {
     const int64_t group = c->h / c->hkv, units = c->b * c->hkv, blocks = (c->nq + BLOCK - 1) / BLOCK;
     const int64_t cells = nkp / CELL, tiles = nkp / TILE;
     const int64_t most = min64(c->cells ? c->widest : cells, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
-    const int64_t scores = b->grad_received ? most * BLOCK * (CELL + PW) : BLOCK * (TILE + PW);
+    const int64_t scores = b->grad_received || has_level(c) ? most * BLOCK * (CELL + PW) : BLOCK * (TILE + PW);
     const double work = (double)c->b * c->h * c->nq * c->nk * (d + dv);
     const int threads = work < 1e6 || c->threads < 2 ? 1 : c->threads;
     const int whole = units >= 4 * threads || units % threads == 0;
     const int alone = threads == 1 || (whole && !b->in_order); /* a thread takes whole units */
     const int64_t distances = c->nq + c->nk - 1, tables = b->biases ? c->n_biases * group * distances : 0;
     int64_t caps = 0;
-    for (int64_t i = 0; i < c->n_biases; i++) caps += c->biases[i].kind == SOFT_CAP;
+    for (int64_t i = 0; i < c->n_biases; i++) caps += c->biases[i].kind >= SOFT_CAP;
+    const int64_t ds = has_level(c) ? scores : BLOCK * (TILE + PW);
     const int64_t kept = c->keep ? nkp + cells : 0, packed = (nkp * (d + dp + dv) + kept) * 4 + 256;
     const int64_t own = up((int64_t)sizeof(GradientSpace) + (BLOCK * (d + dv + 2 * dp + dvp) + nkp * (dp + dvp + 1)) * 4
-        + ((1 + caps) * scores + BLOCK * (TILE + PW)) * 4 + tables * 8 + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4
+        + ((1 + caps) * scores + ds) * 4 + tables * 8 + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4
         + (alone ? packed : 0) + 1024, 4096);
     char *memory = aligned_alloc(4096, (size_t)up(threads * own + (alone ? 0 : packed), 4096));
     if (!memory) return 1;
@@ -414,7 +479,7 @@ int qkv_gradients(const Gradients *b) {
         g->dk = take(&mine, nkp * dp * 4), g->dv = take(&mine, nkp * dvp * 4), g->received = take(&mine, nkp * 4);
         s->q = take(&mine, BLOCK * d * 4), g->grad = take(&mine, BLOCK * dv * 4), s->o = take(&mine, BLOCK * dp * 4);
         g->q_rows = take(&mine, BLOCK * dp * 4), g->out_rows = take(&mine, BLOCK * dvp * 4);
-        s->p = take(&mine, scores * 4), g->ds = take(&mine, BLOCK * (TILE + PW) * 4);
+        s->p = take(&mine, scores * 4), g->ds = take(&mine, ds * 4);
         s->spans = take(&mine, most * STRIPS * 4), s->runs = take(&mine, most * (int64_t)sizeof(Run));
         s->run_of = take(&mine, cells * 4);
         s->slopes = caps ? take(&mine, caps * scores * 4) : NULL, s->cap_size = scores;

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Bias, ByDistance, SingleTensorBias
-from qkv.engine.call import Call, Result, as_mask, detached
+from qkv.engine.call import Call, Result, RowState, as_mask, detached
 from qkv.engine.sizes import recorded
 from qkv.engine.transforms import Results, differentiable, differentiable_call, transforming
 from qkv.masks import Grid, Mask
@@ -52,9 +52,19 @@ def forward(call: Call) -> Result | None:
         return None
     with torch.no_grad():
         results = binding.forward(call)
-    if results is None or not call.needs_grad:
-        return None if results is None else Result(*results)
-    return Result(*differentiable_call(call, lambda _: (results, ()), _backward, "native"))
+    if results is None:
+        return None
+    shown = results if call.normalizer.has_lse else (results[0], None)
+    if not call.needs_grad:
+        return Result(*shown)
+    return Result(*differentiable_call(call, lambda _: (shown, results[1:]), _backward, "native"))
+
+
+def row_state(call: Call) -> RowState | None:
+    """Return the state of the rows of a detached call; None if a score is not finite."""
+    arguments, numbers = prepared(call), empty(*call.q.shape[:3])
+    arguments.with_tensors(lse=numbers)
+    return binding.row_state(call, numbers) if run(arguments) else None
 
 
 def directly(
@@ -149,9 +159,10 @@ def gradients_of(
 ) -> dict[str, Tensor]:
     """Return gradients of q, k, v, the sink and the biases in `wanted`, at least float32; v's only with the output's.
 
-    `lse` may be over more keys than those of the call; `out` is needed if `grad`, the gradient of the output, is given.
-    `arguments` are fields of `binding.Arguments` for the queries that count and the ranges of masses, and `more` those
-    of `binding.Gradients`: gradients of the lse and of statistics, and the statistics.
+    `lse` is the number of each row that `binding.forward` returns; the log-sum-exp may be over more keys than those of
+    the call. `out` is needed if `grad`, the gradient of the output, is given. `arguments` are fields of
+    `binding.Arguments` for the queries that count and the ranges of masses, and `more` those of `binding.Gradients`:
+    gradients of the lse and of statistics, and the statistics.
     """
     prepared_call = prepared(call, torch.float32)
     prepared_call.with_tensors(**(arguments or {}))
@@ -161,12 +172,15 @@ def gradients_of(
         biases[i] = x.argument
     more = {name: x.float().contiguous() for name, x in more.items() if x is not None}
     of_sinks = None if call.sink is None else empty(*call.q.shape[:3])
+    of_shift = empty(*call.q.shape[:3]) if "shift" in wanted and call.shift is not None else None
     gradients = _gradients(
         prepared_call, lse, out=out, grad=grad, biases=ctypes.addressof(biases) if sums else None, dsinks=of_sinks,
-        in_order=any(x.in_order for x in sums.values()), **more,
+        dshift=of_shift, in_order=any(x.in_order for x in sums.values()), **more,
     )  # fmt: skip
     if call.sink is not None and of_sinks is not None:
         gradients["sink"] = of_sinks.sum_to_size(call.sink.shape)
+    if call.shift is not None and of_shift is not None:
+        gradients["shift"] = of_shift.sum_to_size(call.shift.shape)
     return gradients | {f"bias {i} tensor": x.gradient(call.normalizer.temperature) for i, x in sums.items()}
 
 
@@ -227,12 +241,12 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
 
 
 def _backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
-    grad, grad_lse = grads
-    return gradients(call, Partial(*results), grad, grad_lse, wanted)
+    (out, _), (numbers,), (grad, grad_lse) = results, more, grads
+    return gradients_of(detached(call), numbers, out=out, grad=grad, grad_lse=grad_lse, wanted=wanted)
 
 
 def statistics_gradients(
-    call: Call, values: Mapping[str, Tensor], grads: Mapping[str, Tensor], *, lse: Tensor, mass: Tensor,
+    call: Call, values: Mapping[str, Tensor], grads: Mapping[str, Tensor], *, rows: RowState, mass: Tensor,
     masks: Mapping[str, Mask], firsts: Sequence[int], queries: Tensor | None, wanted: Collection[str],
     out: Tensor | None, grad_out: Tensor | None,
 ) -> dict[str, Tensor] | None:  # fmt: skip
@@ -260,10 +274,13 @@ def statistics_gradients(
             parts.append(part)
             grad_masses.append(grad)
             masses.append(values[name] if i == 0 else torch.zeros_like(values[name]))  # the sum of all ranges
-    rows = {ROWS[name]: (grads[name], values[name]) for name in ROWS if name in grads}
-    more = {f"grad_{name}": grad for name, (grad, _) in rows.items()} | {name: x for name, (_, x) in rows.items()}
+    of_rows = {ROWS[name]: (grads[name], values[name]) for name in ROWS if name in grads}
+    more = {f"grad_{name}": grad for name, (grad, _) in of_rows.items()} | {n: x for n, (_, x) in of_rows.items()}
     grad_lse, at_sink = grads.get("lse"), None
-    if "sink_mass" in grads:
+    numbers = next((x for x in (rows.level, rows.total) if x is not None), empty(0))  # not read where there are none
+    if "sink_mass" in grads and not call.normalizer.has_lse:
+        more["grad_sinks"] = grads["sink_mass"]
+    elif "sink_mass" in grads:
         at_sink = grads["sink_mass"] * values["sink_mass"]
         grad_lse = -at_sink if grad_lse is None else grad_lse - at_sink
     counted = None if queries is None else queries.contiguous()
@@ -275,9 +292,9 @@ def statistics_gradients(
         arguments["range_batch"] = 0 if batches == 1 else call.grid.n_queries
         more |= {"grad_masses": torch.stack(grad_masses), "masses": torch.stack(masses)}
     back = gradients_of(
-        call, lse, out=out if grad_out is not None else None, grad=grad_out, arguments=arguments, wanted=wanted,
+        call, numbers, out=out if grad_out is not None else None, grad=grad_out, arguments=arguments, wanted=wanted,
         grad_lse=grad_lse, grad_received=grads.get("received"),
-        mass=mass if rows and call.sink is not None else None, **more,
+        mass=mass if of_rows and not (call.normalizer.has_lse and call.sink is None) else None, **more,
     )  # fmt: skip
     if at_sink is not None and call.sink is not None:
         back["sink"] += at_sink.sum_to_size(call.sink.shape)

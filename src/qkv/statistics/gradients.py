@@ -110,9 +110,9 @@ def _input_gradients(
         empty = empty | ~queries[:, None]
     grad_out, out = grads.pop("out", None), values.pop("out", None)
     grads = {name: x.to(wide).masked_fill(~visible if name == "received" else empty, 0) for name, x in grads.items()}
-    if rows.level is not None and needed.isdisjoint(call.learned):
+    if needed.isdisjoint(call.learned):
         gradients = statistics_gradients(
-            call, values, grads, lse=rows.level, mass=mass, masks=masks, firsts=firsts,
+            call, values, grads, rows=rows, mass=mass, masks=masks, firsts=firsts,
             queries=queries, wanted=needed, out=out, grad_out=grad_out,
         )  # fmt: skip
         if gradients is not None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkv._contract import with_attributes
 from qkv.biases import Bias
 from qkv.compat import Form, refuse_unknown
 from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax, tensor_of
@@ -162,7 +163,9 @@ def row_state(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowStat
     if isinstance(call.normalizer, Pointwise) and call.normalizer.divide != "sum":
         return RowState()  # each weight depends on its own score only
     if not call.normalizer.has_lse:
-        return tiled.row_state(call)
+        by_library = binding.unsupported_reason(call) is None
+        rows = native_kernel.row_state(detached(call)) if by_library else None
+        return tiled.row_state(call) if rows is None else rows
     return RowState(attention(call).lse if lse is None else lse)
 
 
@@ -181,11 +184,13 @@ def measured(
     by: Any = binding if call.q.device.type == "cpu" else triton  # which tests alone run on CPU
     one_pass = shared is None and by.unsupported_reason(call) is None
     if one_pass and (results := by.attend_and_measure(call, request, output=output)) is not None:
-        out, lse, statistics = results
+        out, numbers, statistics = results
+        rows = binding.row_state(call, numbers)
         if request.statistics:
-            state = _counted(call, RowState(lse), request)
-            statistics = replace(statistics, own=own_statistics(call, state, request, statistics.row_sum))
-        return None if out is None else Result(out, lse), RowState(lse), statistics
+            own = own_statistics(call, _counted(call, rows, request), request, statistics.row_sum)
+            statistics = replace(statistics, own=own)
+        lse = rows.level if call.normalizer.has_lse else None
+        return None if out is None else Result(out, lse), rows, statistics
     result = attention(call) if output else None
     if rows is None:
         rows = row_state(call, None if result is None else result.lse)
@@ -347,7 +352,8 @@ def in_shares(call: Call, measured: Statistics, **options: Any) -> Statistics:
     if sums_to_one(call.normalizer):
         return measured
     total = torch.where(measured.row_sum > 0, measured.row_sum, 1.0)
-    shares = sweep(call, RowState(total=total), **options)
+    divided = replace(call, normalizer=with_attributes(call.normalizer, divide="sum"))
+    shares = sweep(divided, RowState(total=total), **options)
     return replace(measured, **{name: getattr(shares, name) for name in WEIGHTS})
 
 

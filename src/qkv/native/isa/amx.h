@@ -59,8 +59,10 @@ static void end_products(void) {
 
 #if defined(__AVX512F__)
 INLINE vf maximum(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); } /* b if one is NaN */
+INLINE int any(vi x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; } /* whether a lane of a comparison is true */
 #else
 INLINE vf maximum(vf a, vf b) { return choose(a > b, a, b); }
+INLINE int any(vi x) { int y = 0; for (int i = 0; i < VL; i++) y |= x[i]; return y != 0; }
 #endif
 #if PARTS == 1
 INLINE float widened(Number x) { const uint32_t bits = (uint32_t)x << 16; float y; memcpy(&y, &bits, 4); return y; }
