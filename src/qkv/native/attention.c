@@ -78,7 +78,9 @@ typedef struct {           /* what one thread works with */
     Packed *k, *v;         /* packed panels of K and V; its own, or shared by all */
     int32_t *kept, *padded; /* -1 at keys that are no padding [nk], and number of others by cell; or NULL */
     Packed *q;             /* packed strips of q, with scale * log2 e unless SCALED_LATER */
-    Packed *factors;       /* weights of a strip in a run, packed; unless products take those in p */
+    Packed *factors;       /* BUFFERS of the weights of a strip in a run, packed; unless products take those in p */
+    Late late;             /* the output of the strip before, which reads the other buffer */
+    int buffer;
     Run *runs;             /* the tiles of a block of queries */
     int64_t n_runs;
     int32_t *run_of;       /* the run that each cell of keys is in, or -1 */
@@ -309,9 +311,11 @@ static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t 
     const int64_t panels = span[1] - span[0], first = start + span[0] * PW, last = first + panels * PW;
     p += span[0] * RS * PW, x += span[0] * RS * PW;
     float *o = s->o + strip * RS * width;
-    Packed *factors = c->out ? s->factors : NULL;
+    Packed *factors = c->out ? s->factors + (s->buffer = (s->buffer + 1) % BUFFERS) * (TILE / PW * WEIGHT_SIZE) : NULL;
     Weigh *const weigh = WEIGHS[c->normalizer][c->rows != NULL];
+    if (s->late.o == o) finish_output(&s->late); /* rows of this output may be multiplied */
     for (int r = 0; r < RS; r++) {
+        advance_output(&s->late);
         Row *row = rows + r;
         const float m = known ? row->top : highest(top[r]) * scale;
         if (c->normalizer != SOFTMAX) row->seen |= m > LOWEST / 2;
@@ -346,8 +350,9 @@ static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t 
             row->distance += sum(d);
         }
     }
+    finish_output(&s->late);
     if (!c->out) return;
-    output(WEIGHT_SIZE ? factors : (const Packed *)p, panels, s->v + first / PW * value_size(c->dv), width, o);
+    start_output(WEIGHT_SIZE ? factors : (const Packed *)p, panels, s->v + first / PW * value_size(c->dv), width, o, &s->late);
 }
 
 /* Weights, as shares of the row, of `rows` rows from r on in one tile: columns, and second moments of the rows. */
@@ -633,6 +638,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
             }
         if (!pass) find_levels(c, s, n, batch, head, query);
     }
+    finish_output(&s->late), s->late.o = NULL;
     const int64_t base = (batch * c->h + head) * c->nq + query, all = c->b * c->h * c->nq;
     for (int64_t r = 0; r < n; r++) {
         Row *row = s->row + r;
@@ -826,7 +832,7 @@ int qkv_attend(const Call *c) {
     const int64_t map = of_pairs(c) ? 0 : bins;
     const int64_t size = c->rows ? nkp + 2 * (c->n_prefix + map) : 0, maxima = size - map; /* sums, then maxima */
     const int64_t k_size = nkp / PW * key_size(c->d) * 4, v_size = c->out ? nkp / PW * value_size(c->dv) * 4 : 0;
-    const int64_t q_size = STRIPS * query_size(c->d) * 4, factors = c->out ? TILE / PW * WEIGHT_SIZE * 4 : 0;
+    const int64_t q_size = STRIPS * query_size(c->d) * 4, factors = c->out ? BUFFERS * (TILE / PW * WEIGHT_SIZE) * 4 : 0;
     const int64_t scores = SEPARATE_SCORES && c->rows ? RS * TILE * 4 : 0;
     const int64_t cells = nkp / CELL; /* of all keys, and the most that a block of queries sees */
     const int64_t most = min64(c->cells ? c->widest : cells, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
@@ -863,7 +869,7 @@ int qkv_attend(const Call *c) {
         s->v = alone ? take(&mine, v_size) : shared_v;
         s->kept = !c->keep ? NULL : alone ? take(&mine, kept * 4) : shared_kept;
         s->padded = c->keep ? s->kept + nkp : NULL;
-        s->infinite = 0, s->slopes = NULL;
+        s->infinite = 0, s->slopes = NULL, s->late = (Late){0}, s->buffer = 0;
         begin_products();
         for (int64_t unit = 0; ; unit++) {
             if (alone) unit = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);

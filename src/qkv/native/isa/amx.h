@@ -30,7 +30,7 @@ typedef uint32_t Packed; /* a pair of bfloat16, the first in the lower half */
 typedef Packed vp __attribute__((vector_size(64), may_alias));
 typedef Packed vpu __attribute__((vector_size(64), aligned(2), may_alias));
 typedef uint16_t vh __attribute__((vector_size(32), aligned(2), may_alias));
-enum { T = 256, SCALED_LATER = 1, SEPARATE_SCORES = 1, WEIGHT_SIZE = 2 * PARTS * T }; /* T: pairs of a tile */
+enum { T = 256, SCALED_LATER = 1, SEPARATE_SCORES = 1, BUFFERS = 2, WEIGHT_SIZE = 2 * PARTS * T }; /* T: pairs of a tile */
 
 INLINE int64_t tiles_of(int64_t d) { return up(d, 32) / 32; } /* of 16 queries or keys */
 INLINE int64_t output_width(int64_t dv) { return up(dv, 32); }
@@ -70,6 +70,13 @@ INLINE Number rounded(float x) { /* to nearest, ties to even */
     uint32_t bits;
     memcpy(&bits, &x, 4);
     return x != x ? 0x7fc0 : (Number)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+INLINE vp upper_zero(const Number *x) { /* 16 numbers as the lower halves */
+#if defined(__AVX512F__)
+    return (vp)_mm512_cvtepu16_epi32((__m256i)*(const vh *)x);
+#else
+    return __builtin_convertvector(*(const vh *)x, vp);
+#endif
 }
 #else
 INLINE float widened(Number x) { return (float)x; }
@@ -187,8 +194,7 @@ static void pack_values(const Number *v, int64_t stride, uint32_t exist, int64_t
             const Number *x = padded(v + a * stride + t * 16, exist >> a & 1 ? dv - t * 16 : 0, 16, memory);
             const Number *y = padded(v + b * stride + t * 16, exist >> b & 1 ? dv - t * 16 : 0, 16, memory + 16);
 #if PARTS == 1
-            *(vp *)(to + t * T + i * 16) = __builtin_convertvector(*(const vh *)x, vp)
-                                         | __builtin_convertvector(*(const vh *)y, vp) << 16;
+            *(vp *)(to + t * T + i * 16) = upper_zero(x) | upper_zero(y) << 16;
 #else
             put_parts(sixteen(x), sixteen(y), to + t * T + i * 16, tiles * T);
 #endif
@@ -236,22 +242,34 @@ static void scores(const Packed *q, const Packed *k, int64_t panels, int64_t d, 
     raise_tops(s - RS * PW, top);
 }
 
-/* Add weights * values to the output [RS][width] of a strip. */
-static void output(const Packed *p, int64_t panels, const Packed *v, int64_t width, float *o) {
-    const int64_t tiles = width / VL, panel_size = PARTS * tiles * T;
+/* The output of a strip that waits: weights and values on some panels, to be added to o [RS][width] in steps of a panel and 2
+ * tiles of values, which are made between the weights of the rows of the next strip. Nothing else uses tiles meanwhile. */
+typedef struct { const Packed *p, *v; float *o; int64_t panels, width, tile, panel, each; } Late;
+
+INLINE void start_output(const Packed *p, int64_t panels, const Packed *v, int64_t width, float *o, Late *late) {
+    *late = (Late){p, v, o, panels, width, 0, 0, up(panels * (width / 32), RS) / RS};
+}
+static void continue_output(Late *late, int64_t steps) {
+    const int64_t width = late->width, tiles = width / VL;
     STORED;
-    for (int64_t t = 0; t < tiles; t += 2, o += 2 * VL) {
-        _tile_loadd(0, o, width * 4); _tile_loadd(1, o + VL, width * 4);
-        _tile_loadd(2, o + 16 * width, width * 4); _tile_loadd(3, o + 16 * width + VL, width * 4);
-        for (int64_t panel = 0; panel < panels; panel++)
-            for (int i = SCORE_PRODUCTS - OUTPUT_PRODUCTS; i < SCORE_PRODUCTS; i++) {
-                const Packed *a = p + panel * WEIGHT_SIZE + OF_QUERY[i] * T;
-                const Packed *b = v + panel * panel_size + (OF_KEY[i] * tiles + t) * T;
-                _tile_loadd(4, a, 64); _tile_loadd(5, a + PARTS * T, 64);
-                _tile_stream_loadd(6, b, 64); _tile_stream_loadd(7, b + T, 64);
-                _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
-            }
+    for (; steps && late->tile < tiles; steps--) {
+        float *o = late->o + late->tile * VL;
+        if (!late->panel) {
+            _tile_loadd(0, o, width * 4); _tile_loadd(1, o + VL, width * 4);
+            _tile_loadd(2, o + 16 * width, width * 4); _tile_loadd(3, o + 16 * width + VL, width * 4);
+        }
+        for (int i = SCORE_PRODUCTS - OUTPUT_PRODUCTS; i < SCORE_PRODUCTS; i++) {
+            const Packed *a = late->p + late->panel * WEIGHT_SIZE + OF_QUERY[i] * T;
+            const Packed *b = late->v + ((late->panel * PARTS + OF_KEY[i]) * tiles + late->tile) * T;
+            _tile_loadd(4, a, 64); _tile_loadd(5, a + PARTS * T, 64);
+            _tile_stream_loadd(6, b, 64); _tile_stream_loadd(7, b + T, 64);
+            _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+        }
+        if (++late->panel < late->panels) continue;
         _tile_stored(0, o, width * 4); _tile_stored(1, o + VL, width * 4);
         _tile_stored(2, o + 16 * width, width * 4); _tile_stored(3, o + 16 * width + VL, width * 4);
+        late->panel = 0, late->tile += 2;
     }
 }
+INLINE void advance_output(Late *late) { continue_output(late, late->each); }
+INLINE void finish_output(Late *late) { continue_output(late, INT64_MAX); }

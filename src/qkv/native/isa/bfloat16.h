@@ -3,7 +3,7 @@
  * Queries are packed without the scale, with which they would be rounded, and weights are rounded to factors. */
 typedef uint16_t Number; /* of q, k, v and the output */
 typedef uint32_t Packed; /* the factors of one step of a product: 2 numbers, the first in the lower half */
-enum { EACH = 2, SCALED_LATER = 1, SEPARATE_SCORES = 0, WEIGHT_SIZE = RS * PW / EACH };
+enum { EACH = 2, SCALED_LATER = 1, SEPARATE_SCORES = 0, BUFFERS = 1, WEIGHT_SIZE = RS * PW / EACH };
 typedef Packed vp __attribute__((vector_size(VL * 4), may_alias));
 
 INLINE float widened(Number x) { const uint32_t bits = (uint32_t)x << 16; float y; memcpy(&y, &bits, 4); return y; }

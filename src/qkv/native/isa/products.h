@@ -101,3 +101,11 @@ static void output(const Packed *p, int64_t panels, const Packed *v, int64_t wid
         left -= n, c += n * VL;
     }
 }
+
+/* The output of a strip could wait until the weights of the next one are computed; here it does not. */
+typedef struct { float *o; } Late;
+INLINE void start_output(const Packed *p, int64_t panels, const Packed *v, int64_t width, float *o, Late *late) {
+    (void)late, output(p, panels, v, width, o);
+}
+INLINE void advance_output(Late *late) { (void)late; }
+INLINE void finish_output(Late *late) { (void)late; }
