@@ -1,4 +1,4 @@
-"""The cost of a user's normalizer: autograd derivatives against built-in ones, a searched level against softmax.
+"""The cost of normalizers other than softmax: those of the package, a user's function, and a user's searched level.
 
 ``python -m benchmarks own`` runs it all; ``python -m benchmarks.own_objects TOKENS`` is one forward, for its memory.
 """
@@ -17,7 +17,7 @@ import qkv
 from benchmarks.mechanisms.run import slope
 from benchmarks.mechanisms.timing import alone, alternating, median_ratio, resident
 from benchmarks.timing import THREADS
-from qkv.normalizers import Entmax, Normalizer, Pointwise, Sigmoid, SumToOne
+from qkv.normalizers import EluPlusOne, Entmax, Normalizer, Pointwise, ReLU, Sigmoid, SumToOne
 
 TOKENS, HEADS, DIM = 4096, 8, 64
 CAUSAL = qkv.masks.Causal()
@@ -40,9 +40,11 @@ class SoftplusSquared(SumToOne):
 NORMALIZERS: dict[str, Normalizer | None] = {
     "softmax": None,
     "sigmoid": Sigmoid(-8.0),
-    "own sigmoid": OwnSigmoid(),
+    "ReLU": ReLU(),
+    "ELU + 1": EluPlusOne(),
     "entmax": Entmax(1.5),
-    "softplus²": SoftplusSquared(),
+    "own sigmoid": OwnSigmoid(),
+    "own softplus²": SoftplusSquared(),
 }
 
 
@@ -74,11 +76,12 @@ def own(repeats: int = 9) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "grown": grown,
-        "time: own sigmoid / sigmoid, forward": median_ratio(seconds["forward"], "own sigmoid", "sigmoid"),
-        "time: own sigmoid / sigmoid, both ways": median_ratio(seconds["both"], "own sigmoid", "sigmoid"),
-        "time: own softplus² / softmax, forward": median_ratio(seconds["forward"], "softplus²", "softmax"),
-        "time: own softplus² / softmax, both ways": median_ratio(seconds["both"], "softplus²", "softmax"),
-        "time: entmax / softmax, forward": median_ratio(seconds["forward"], "entmax", "softmax"),
+        **{
+            f"time: {name} / softmax, {label}": median_ratio(seconds[way], name, "softmax")
+            for name in NORMALIZERS
+            for way, label in (("forward", "forward"), ("both", "both ways"))
+            if name != "softmax"
+        },
         "exponent of memory, own softplus²": slope(grown),
     }
 
