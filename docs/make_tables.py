@@ -31,8 +31,7 @@ BOUNDS = {  # of the benchmarks with goals that are missed, what they are bound 
     "native": "calls of 64 tokens in bfloat16; by what was not measured. All rows are open on processors with AMX, "
     "whose tiles the library uses: none was at hand.",
     "profile_cost": "the time and memory of eager attention differ between machines.",
-    "profile_short": "the fixed cost of observing (hooks, geometry, data sets), and one reading of all parameters, "
-    "which tells whether the model is still the one that was probed.",
+    "profile_short": "the fixed cost of observing (hooks, geometry, data sets).",
 }
 
 

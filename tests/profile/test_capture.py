@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -210,21 +213,98 @@ REFUSED: list[tuple[str, str | None, Callable[[], object]]] = [
 test_what_cannot_be_observed_is_rejected = refusals(REFUSED)
 
 
-@pytest.mark.parametrize("n", [1, 4, 37, 69])
-def test_every_changed_byte_changes_the_hash_that_is_computed_on_a_gpu(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "PART", 8)
-    values = torch.randint(256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    before = probes.sums_of_bytes(values)
-    assert probes.sums_of_bytes(values.clone()) == before
-    for place in (0, n // 2, n - 1):
-        changed = values.clone()
-        changed[place] += 1
-        assert probes.sums_of_bytes(changed) != before
-    if n > 8:  # two numbers that change places
-        swapped = values.clone()
-        swapped[[0, 8]] = swapped[[8, 0]]
-        assert values[0] != values[8]
-        assert probes.sums_of_bytes(swapped) != before
+def optimized(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(**hf.inputs("gpt2"))[0].square().sum().backward()
+    optimizer.step()
+
+
+def in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.wte.weight[50, 3] += 1e-3
+
+
+def replaced(model: Any) -> None:
+    weight = model.h[1].mlp.c_fc.weight.detach().clone()
+    weight[1, 1] += 1e-3
+    model.h[1].mlp.c_fc.weight = nn.Parameter(weight)
+
+
+def row_by_data(model: Any) -> None:
+    model.wte.weight.data[41] *= 1.001
+
+
+def quantized(model: Any) -> None:
+    model.h[0].mlp.linear = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(64, 64)), {nn.Linear})
+
+
+def requantized(model: Any) -> None:
+    linear = model.quantized[0]
+    linear.set_weight_bias(linear.weight(), None)
+
+
+def other_frequencies(model: Any) -> None:
+    model.plain.mul_(2)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "optimizer": optimized,
+    "load_state_dict": lambda m: m.h.load_state_dict(copy.deepcopy(m.h.state_dict())),
+    "in place": in_place,
+    "new tensor": replaced,
+    "data of another tensor": lambda m: setattr(m.wte.weight, "data", m.wte.weight.data.clone()),
+    "row through data": row_by_data,
+    "dtype": lambda m: m.to(torch.bfloat16),
+    "hook": lambda m: m.h[0].register_forward_hook(lambda *_: None),
+    "hook before": lambda m: m.h[0].register_forward_pre_hook(lambda *_: None),
+    "hook removed": lambda m: m.h[1]._forward_hooks.popitem(last=False),
+    "forward": lambda m: setattr(m.h[0], "forward", lambda *args, **named: args[0]),
+    "configuration": lambda m: setattr(m.config, "scale_attn_by_inverse_layer_idx", True),
+    "implementation": lambda m: m.set_attn_implementation("eager"),
+    "mode": lambda m: m.train(),
+    "module": lambda m: setattr(m.h[0], "mlp", nn.Identity()),
+    "quantized layer": quantized,
+    "numbers of a quantized layer": requantized,
+    "tensor that is no parameter": other_frequencies,
+    "function": lambda m: m.own.update(function=nn.functional.gelu),
+    "entry of a set": lambda m: m.own["set"].add(3),
+}
+
+
+def known() -> Any:
+    """A model of which there is a fingerprint."""
+    model = hf.build("gpt2")
+    model.plain, model.own = torch.ones(3), {"set": {1, 2}, "cycle": [], "function": nn.functional.relu}
+    model.own["cycle"].append(model.own)
+    model.quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear})
+    model.h[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", CHANGES)
+def test_fingerprint_tells_every_change_of_a_model(change: str) -> None:
+    model = known()
+    before = probes.fingerprint(model)
+    assert before is not None
+    model(**hf.inputs("gpt2"), output_attentions=True)  # installs hooks of transformers
+    assert probes.fingerprint(model) == before
+    CHANGES[change](model)
+    after = probes.fingerprint(model)
+    assert after is not None
+    assert after != before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fingerprint_keeps_no_part_of_a_model_alive_and_refuses_tensors_without_a_version() -> None:
+    model = known()
+    key, weight = probes.fingerprint(model), weakref.ref(model.wte.weight)
+    del model
+    gc.collect()
+    assert (key is None, weight()) == (False, None)
+    with torch.inference_mode():
+        assert probes.fingerprint(nn.Linear(2, 2)) is None
+    assert probes.fingerprint(nn.Linear(2, 2, device="meta")) is None
 
 
 def test_copies_of_statistics_from_a_card_lose_or_mix_up_values() -> None:

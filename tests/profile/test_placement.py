@@ -15,6 +15,7 @@ from torch import nn
 import hf_models as hf
 import qkv
 from conftest import refused
+from qkv.profiler.capture import probes
 
 WAYS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "disk": lambda model, folder: disk_offload(model, str(folder), execution_device=torch.device("cpu")),
@@ -57,6 +58,10 @@ def test_offloaded_weights_give_the_same_profile(way: str, tmp_path: Path) -> No
     check(model, *want)
     got = qkv.profile(model, hf.inputs("llama"), progress=False)
     assert (got.attrs["parameters"], got.attrs["probes"]) == (parameters, "run")
+    key = probes.fingerprint(model)
+    assert key is not None
+    entropy(model)
+    assert probes.fingerprint(model) == key  # so that it is probed once
 
 
 def test_tensor_parallel_models_are_refused_because_each_process_has_some_heads_only() -> None:

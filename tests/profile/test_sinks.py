@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from qkv.engine import Call
 from qkv.masks import Causal
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Softmax
+from qkv.profiler.capture import probes
 from qkv.profiler.capture.record import geometry, principal_shares
 from qkv.profiler.data.sinks import relative_norm, sink_tokens
 from qkv.profiler.data.tables import sink_scores
@@ -268,12 +270,12 @@ def test_a_model_is_probed_once_and_again_after_any_change() -> None:
     model.norm = nn.Sequential(norm, Counted())
     model.norm[1].stated = [*2 * ["two words"], {8, 0}]
 
-    def forwards() -> list[int]:
+    def forwards(probe: Any = True) -> list[int]:
         """Of two profiles: one for the text, and two for the probes of a model that was not probed before."""
         found = []
         for _ in range(2):
             CALLS.clear()
-            assert qkv.profile(model, ids, progress=False).attrs["probes"] == "run"
+            assert qkv.profile(model, ids, probe=probe, progress=False).attrs["probes"] == "run"
             found.append(len(CALLS))
         return found
 
@@ -285,15 +287,21 @@ def test_a_model_is_probed_once_and_again_after_any_change() -> None:
     assert forwards() == [3, 1]
     model.blocks[0].attention_norm.weight.data[3:5] *= 2  # a change that torch's version counters miss
     assert forwards() == [3, 1]
+    numbers = model.blocks[0].feed_forward.up.weight.data.reshape(-1)
+    assert len(numbers) > 2 * probes.SAMPLE
+    numbers[1] *= 2  # one number that is not in the sample
+    assert forwards() == [1, 1]
+    assert (forwards("again"), forwards()) == ([3, 3], [1, 1])
     model.norm[1].factor = 2.0  # an attribute that is no tensor
     assert forwards() == [3, 1]
     model.to(torch.bfloat16)
     assert forwards() == [3, 1]
     model.blocks[0].attention.out_proj.weight.data.reshape(-1)[5] *= 1.01  # one number of 256, in half precision
     assert forwards() == [3, 1]
-    handle = norm.register_forward_hook(lambda *_: None)  # a hook may do anything, every time
-    assert forwards() == [3, 3]
+    handle = norm.register_forward_hook(lambda *_: None)
+    assert forwards() == [3, 1]
     handle.remove()
+    assert forwards() == [3, 1]
     with qkv.watch(small()):  # of another model: it changes nothing
         assert forwards() == [1, 1]  # the model that was kept
 

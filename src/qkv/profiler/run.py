@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def profile(
     local_window: int = 8,
     map_tokens: int = 384,
     map_bins: int = 64,
-    probe: bool = True,
+    probe: bool | Literal["again"] = True,
     statistics: Sequence[Statistic] = (),
     partial: bool = False,
     progress: bool = True,
@@ -79,7 +79,9 @@ def profile(
         map_bins: every map is also kept as a small map, pooled to at most this many bins a side; 0 for no small maps.
         probe: also run the model on short synthetic texts (random tokens, the same shuffled, one token repeated, a
             sequence twice), which identify induction, duplicate-token and positional heads; only for models that read
-            token ids. The scores are kept for the next profile of the same model, until it changes.
+            token ids. The scores are kept for the next profile of the same model, until it changes: a new tensor, an
+            operation in place, another setting, a hook added or removed. ``"again"`` runs them in any case, which is
+            needed after a change that cannot be told: of single numbers through ``parameter.data``, or inside a hook.
         statistics: custom statistics (`qkv.statistics.Statistic`). Each becomes a variable of the data sets under its
             name and a column of `Profile.heads`, and appears in figures, files and reports. Reading a saved profile
             does not need the class.
@@ -114,7 +116,7 @@ def profile(
         inputs = default_text(model)
     loaded = load_if_named(model, tokenizer, inputs=inputs)
     model, tokenizer = loaded.model, loaded.tokenizer
-    _check_settings(local_window, map_tokens, map_bins, layers)
+    _check_settings(local_window, map_tokens, map_bins, layers, probe)
     statistics = checked_custom(statistics, {*COLUMNS, *ROLES, *TRAITS})
     runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
@@ -137,7 +139,7 @@ def profile(
     is_shared = recorded[0].group is not None
     probed = "not run: several processes share the sequence" if probe else "not requested"
     if probe and not is_shared:
-        probed = _probe(model, runs[0][1].sequences, tokenizer, groups, layers)
+        probed = _probe(model, runs[0][1].sequences, tokenizer, groups, layers, again=probe == "again")
     ids = runs[0][1].sequences.source
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in runs[0][0].items() if isinstance(x, Tensor))
     attrs = attributes(model, loaded.name, time.perf_counter() - started) | {
@@ -153,7 +155,7 @@ def profile(
 
 def _probe(
     model: nn.Module, sequences: Sequences, tokenizer: Any, groups: dict[str, xr.Dataset],
-    layers: Collection[int] | None,
+    layers: Collection[int] | None, *, again: bool,
 ) -> str:  # fmt: skip
     """Add the scores of the synthetic texts to the groups; returns "run", or the reason why they were not run."""
     ids = sequences.source
@@ -162,7 +164,7 @@ def _probe(
     real = sequences.real_source.get(ids.shape[1])
     try:
         text = ids[:1] if real is None else ids[:1, real[0]]
-        found = probes.probe(model, text, special_ids(model, tokenizer), layers)
+        found = probes.probe(model, text, special_ids(model, tokenizer), layers, again=again)
     except InputError as error:  # the model may not accept texts that short
         return f"not run: {error}"
     except Exception as error:  # raised by the model: it may need pixels besides ids, or texts of one fixed length
@@ -172,13 +174,17 @@ def _probe(
     return "run"
 
 
-def _check_settings(local_window: int, map_tokens: int, map_bins: int, layers: Collection[int] | None) -> None:
+def _check_settings(
+    local_window: int, map_tokens: int, map_bins: int, layers: Collection[int] | None, probe: bool | str
+) -> None:
     if local_window < 1:
         raise InputError(f"local_window is {local_window}, expected at least 1 token")
     if map_tokens < 0:
         raise InputError(f"map_tokens is {map_tokens}, expected 0 (keep no maps) or a number of tokens")
     if map_bins < 0:
         raise InputError(f"map_bins is {map_bins}, expected 0 (no small maps) or a number of bins")
+    if probe not in (True, False, "again"):
+        raise InputError(f"probe is {probe!r}, expected True, False or 'again' (run the probe texts anew)")
     if layers is not None and (not layers or min(layers) < 0):
         raise InputError(f"layers is {sorted(layers)}, expected layer numbers from 0")
 

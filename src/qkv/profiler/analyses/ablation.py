@@ -135,8 +135,10 @@ def ablation(
         raise InputError(f"model {type(model).__name__} sees later tokens, so it has no loss on the next token")
     heads = {one.layer: one.call.q.shape[1] for one in calls}
     removing = _Removing(model, ids, REMOVED[what], {one.layer: (one.group, one.module) for one in calls}, heads)
-    key = f"{what}:{weights_hash(model)}:{xxhash.xxh3_128_hexdigest(ids.cpu().contiguous().numpy().data)}"
-    kept = Path(folder) / PROGRESS if folder is not None else None
+    kept, key = None, ""
+    if folder is not None:
+        kept = Path(folder) / PROGRESS
+        key = f"{what}:{weights_hash(model)}:{xxhash.xxh3_128_hexdigest(ids.cpu().contiguous().numpy().data)}"
     done = _read(kept, key)
     sets = [(layer, head) for layer, count in heads.items() for head in (*range(count), ALL)]
     with evaluation_mode(model), bar("ablating", "heads", show=progress) as step:

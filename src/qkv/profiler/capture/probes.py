@@ -8,9 +8,9 @@ not depend on the profiled text, so a model is probed once, and again only after
 from __future__ import annotations
 
 import functools
-import io
-import pickle
-from collections.abc import Collection, Hashable, Iterable
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,8 @@ import xxhash
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdRef
 
 from qkv.engine import Call
 from qkv.errors import InputError
@@ -31,82 +33,139 @@ from qkv.profiler.data.variables import VARIABLES
 from qkv.statistics.measure import rows_in_shares
 
 
-def fingerprint(model: nn.Module) -> Hashable | None:
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> Key | None:
     """A key that differs whenever the model may compute something else, or None if that cannot be told.
 
     It covers the class of every module, all their attributes (so also the configuration and the training mode), the
-    bytes of all parameters and buffers, and autocast. Version counters of tensors would not be enough, as a change
-    through ``parameter.data`` does not count. A model with forward hooks, with a replaced ``forward``, or with an
-    attribute that cannot be pickled, such as a cycle of objects, gives None. It does not see a function that was
-    replaced in a Python module, nor a new entry in a registry that the model reads. Equal attributes have equal keys,
-    whether they are one object or several.
+    forward hooks, and autocast. Tensors are not read whole. A tensor is known by its identity, its address, its version
+    counter, which every operation in place raises, and at most `SAMPLE` of its numbers, spread evenly. So a change of
+    single numbers through ``parameter.data``, which leaves the version, may go unnoticed. Hooks, functions and replaced
+    forwards are known by their identity: what they read is not seen, nor is a function that was replaced in a Python
+    module. Other attributes are known by their values.
+
+    None are models with an attribute that cannot be pickled, or with a tensor whose changes cannot be seen: one of
+    inference mode, which has no version, or one without numbers, unless a hook of accelerate brings them.
 
     >>> layer = nn.Linear(2, 2)
     >>> before = fingerprint(layer)
     >>> fingerprint(layer) == before
     True
-    >>> _ = layer.weight.data[0].mul_(2)
+    >>> _ = layer.weight.detach().mul_(2)
     >>> fingerprint(layer) == before
     False
     """
     modules = list(model.modules())
-    if any(map(_hooked, modules)) or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return None
+    reader = _Reader({id(m): i for i, m in enumerate(modules)}, any("_hf_hook" in vars(m) for m in modules))
     try:
-        places, digests = {id(m): i for i, m in enumerate(modules)}, dict[int, bytes]()
-
-        def digest(x: Any) -> bytes:
-            if id(x) not in digests:  # all modules have the same configuration
-                digests[id(x)] = xxhash.xxh3_128_digest(_StatePickler.pickled(x, places))
-            return digests[id(x)]
-
-        attributes = ((name, x) for module in modules for name, x in vars(module).items() if name not in BOOKKEEPING)
-        state = tuple((name, digest(x)) for name, x in attributes)
-    except Exception:  # pickling runs code of the attributes, which can raise anything
+        state, numbers = [reader.module(m) for m in modules], reader.sampled()
+    except Exception:  # reading runs code of the attributes, which can raise anything
         return None
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return (
+        state,
+        numbers,
+        autocast,
+        list(torch_module._global_forward_pre_hooks),
+        list(torch_module._global_forward_hooks),
     )
-    return tuple((type(m), type(m).forward) for m in modules), autocast, state
 
 
-BOOKKEEPING = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}  # such as empty hooks
+Key = tuple[Any, ...]
+"""Keys are compared, not hashed, and keep no part of a model alive."""
+
+SAMPLE = 1024
+"""How many numbers of a tensor are read at most."""
+
+BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_output_capturing_hooks_installed"}
+"""Attributes that are read by other means, or tell nothing: transformers sets the last one beside its own hooks."""
+PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, functools.partial, torch.ScriptObject)
 
 
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+class _Reader:
+    """Keys of modules and of their attributes.
 
-
-class _StatePickler(pickle.Pickler):
-    """Pickles attributes by their values, with a module as its place in the model and a tensor as a hash of its bytes.
-
-    Without a memo, an object that occurs again is pickled again. A set is pickled in the order of its elements' bytes.
+    Args:
+        places: the places of the modules in the model, by their ids.
+        offloaded: whether hooks of accelerate bring the numbers of tensors that have none.
     """
 
-    places: dict[int, int]
+    def __init__(self, places: Mapping[int, int], offloaded: bool) -> None:
+        self.places, self.offloaded = places, offloaded
+        self.known: dict[int, tuple[object, Any]] = {}
+        """Objects and their keys by their ids: all modules have the same configuration."""
+        self.samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
 
-    @classmethod
-    def pickled(cls, value: object, places: dict[int, int]) -> bytes:
-        file = io.BytesIO()
-        pickler = cls(file)
-        pickler.fast, pickler.places = True, places
-        pickler.dump(value)
-        return file.getvalue()
+    def module(self, module: nn.Module) -> Key:
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+        return (
+            type(module),
+            WeakIdRef(type(module).forward),
+            [(name, self.places[id(x)]) for name, x in module._modules.items() if x is not None],
+            [(name, self.key(x)) for name, x in tensors if x is not None],
+            [
+                (name, repr(x) if type(x) in PLAIN else self.key(x))
+                for name, x in vars(module).items()
+                if name not in BOOKKEEPING
+            ],
+            [n for n, hook in hooks if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"],
+        )
 
-    def persistent_id(self, obj: Any) -> Hashable | None:
-        if id(obj) in self.places:
-            return self.places[id(obj)]
-        if isinstance(obj, set | frozenset):
-            return type(obj), tuple(sorted(self.pickled(x, self.places) for x in obj))
-        return _hashed(obj) if isinstance(obj, Tensor) else None
+    def key(self, x: Any) -> Any:
+        """The key of a value; in a cycle of objects, the number of the object."""
+        if type(x) in PLAIN:
+            return repr(x)
+        if id(x) in self.places:
+            return self.places[id(x)]
+        if id(x) not in self.known:
+            self.known[id(x)] = x, ("cycle", len(self.known))
+            self.known[id(x)] = x, (type(x), self._of(x))
+        return self.known[id(x)][1]
 
+    def _of(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self._of_tensor(x)
+        if isinstance(x, BY_IDENTITY):
+            return WeakIdRef(x)
+        if isinstance(x, set | frozenset):
+            return sorted(repr(self.key(one)) for one in x)
+        if type(x) in (list, tuple):
+            return [self.key(one) for one in x]
+        if type(x) is dict:
+            return [(self.key(name), self.key(one)) for name, one in x.items()]
+        reduced = x.__reduce_ex__(4)  # what a pickle holds
+        if isinstance(reduced, str):
+            return reduced
+        parts: list[Any] = [*reduced, None, None, None]
+        return [self.key(one) for one in (*parts[:3], [*(parts[3] or ())], [*(parts[4] or ())])]
 
-def _hashed(x: Tensor) -> Hashable:
-    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta or x.is_quantized:
-        raise TypeError(f"the values of a {type(x).__name__} cannot be read")
-    values = x.detach().contiguous().reshape(-1).view(torch.uint8)
-    digest = xxhash.xxh3_128_digest(values.numpy().data) if x.device.type == "cpu" else sums_of_bytes(values)
-    return str(x.dtype), tuple(x.shape), str(x.device), digest
+    def _of_tensor(self, x: Tensor) -> Any:
+        about = x.dtype, x.shape, self.key(vars(x))
+        if type(x) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(x):
+            names, context = x.__tensor_flatten__()
+            return about, self.key(context), [self.key(getattr(x, name)) for name in names]
+        if x.is_meta and self.offloaded:
+            return about
+        if x.is_meta or x.layout != torch.strided or x.is_inference():
+            raise TypeError(f"changes of a {type(x).__name__} cannot be seen")
+        self._sample(x.int_repr() if x.is_quantized else x)
+        return about, WeakIdRef(x), x.data_ptr(), x._version, x.stride()
+
+    def _sample(self, x: Tensor) -> None:
+        """Take numbers of a tensor, from all its columns if there are no more of them than numbers."""
+        n, step = x.numel(), max(1, -(-x.numel() // SAMPLE))
+        x = x if x.is_contiguous() else x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).contiguous()
+        while step > 1 and math.gcd(step, x.shape[-1]) > 1:
+            step += 1
+        numbers = x.as_strided((-(-n // step),), (step,))
+        self.samples.setdefault((x.device, x.dtype), []).append(numbers)
+
+    def sampled(self) -> list[bytes]:
+        """Hashes of all numbers taken, which are read from a device together."""
+        together = (torch.cat(numbers).view(torch.uint8).cpu().numpy() for numbers in self.samples.values())
+        return [xxhash.xxh3_128_digest(numbers.data) for numbers in together]
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -120,34 +179,13 @@ def weights_hash(model: nn.Module) -> str:
     return state.hexdigest()
 
 
-PART = 2**22  # numbers summed at a time: 32 MB
-
-
-def sums_of_bytes(values: Tensor) -> tuple[int, ...]:
-    """A hash of bytes that is computed where they are, as moving a model off a GPU would take seconds.
-
-    The sum, modulo 2⁶⁴, of each four bytes times a random odd number: one changed number always changes it, and other
-    changes with a probability of 1 − 2⁻⁶⁴.
-    """
-    numbers = nn.functional.pad(values, (0, -len(values) % 4)).view(torch.int32)
-    factors = _factors(values.device)
-    sums = [(part.long() * factors[: len(part)]).sum() for part in numbers.split(PART)]
-    return tuple(torch.stack(sums).tolist()) if sums else ()
-
-
-@functools.cache
-def _factors(device: torch.device) -> Tensor:
-    numbers = torch.randint(-(2**62), 2**62, (PART,), generator=torch.Generator().manual_seed(0))
-    return (2 * numbers + 1).to(device)
-
-
 TOKENS = 64  # length of a text (Gu et al. 2025, arXiv:2410.10781, section 3), or the longest that the model can read
 LEAST = 8  # shortest text that can be probed, in tokens
 REPEATS = 3
 
 Scores = dict[str, Float[Tensor, " h"]]
 Found = dict[tuple[str, int], Scores]
-_KEPT: WeakKeyDictionary[nn.Module, tuple[Hashable, dict[Hashable, Found]]] = WeakKeyDictionary()
+_KEPT: WeakKeyDictionary[nn.Module, tuple[Key | None, dict[Hashable, Found]]] = WeakKeyDictionary()
 
 
 def probe(
@@ -156,6 +194,8 @@ def probe(
     special: Collection[int] = (),
     layers: Collection[int] | None = None,
     seed: int = 0,
+    *,
+    again: bool = False,
 ) -> Found:
     """Scores of every head of self-attention, by module and layer: the variables ``probe_…`` of `VARIABLES`.
 
@@ -167,13 +207,14 @@ def probe(
         special: ids of special tokens.
         layers: which layers to probe; all if None.
         seed: seed of the random tokens.
+        again: run the model even if it seems to be the same.
     """
     start, end = _frame(ids[0].cpu(), set(special))
     of_layers = None if layers is None else frozenset(layers)
     asked = (tuple(start.tolist()), tuple(end.tolist()), frozenset(special), of_layers)
     now = None if ACTIVE.get(model) else fingerprint(model)
     before, kept = _KEPT.get(model, (None, {}))
-    if now is None or now != before:
+    if again or now is None or now != before:
         kept = {}
     if (*asked, seed) not in kept:
         kept[*asked, seed] = _probed(model, start, end, special, layers, seed)
