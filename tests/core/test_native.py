@@ -344,6 +344,7 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
         "bias of sigmoid": Call.of(q, k, v, None, (), None, Sigmoid(bias=torch.full((4,), torch.inf))),
     }
     assert [name for name, call in calls.items() if native.binding.unsupported_reason(call) is None] == []
+    assert qkv.plan(q[:, :, -1:], k, v, normalizer=Entmax()).kernel == "eager"
     part = {"scattered": Dense((torch.arange(70) % 3 == 0)[None, :])}
     call = Call.of(q, k, v)
     assert native.binding.attend_and_measure(call, measure.checked(call, call.grid, mass=part), output=False) is None

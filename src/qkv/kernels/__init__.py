@@ -23,7 +23,7 @@ from qkv.engine.sizes import recorded, shape_only, sizes
 from qkv.errors import InputError
 from qkv.kernels import eager, flex, fused, linear, reference, tiled
 from qkv.native import kernel as native
-from qkv.native.binding import is_finite
+from qkv.native.binding import FEW_ROWS, is_finite
 from qkv.normalizers import SumToOne
 
 __all__ = ["KERNELS", "Call", "Result"]
@@ -227,6 +227,9 @@ def _unsupported_reason(name: str, call: Call, *, weights: bool = False, chosen:
     why: str | None = KERNELS[name].unsupported_reason(call)
     if why is None and name == "flex" and call.q.device.type != "cuda" and not chosen:
         return "it forms all scores unless on CUDA: for tests"
+    few = call.q.shape[2] * call.q.shape[1] <= FEW_ROWS * call.k.shape[1]
+    if why is None and name == "native" and few and call.normalizer.form == "entmax" and not chosen:
+        return "few queries of an entmax: their weights are formed without packing the keys"
     return why
 
 
