@@ -15,7 +15,7 @@ help:  ## list the targets
 
 venv: $(VENV)/.ready  ## create the development environment .venv with the versions in constraints.txt
 
-$(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt hatch_build.py $(wildcard src/qkv/native/*.c src/qkv/native/isa/*.h)
+$(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt hatch_build.py $(wildcard src/qkv/native/*.[ch] src/qkv/native/isa/*.h)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkv needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e ./lab
