@@ -6,7 +6,7 @@ OUT    ?= qkv-demo
 ROOMS  := core profile view cli lab research docs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) test-llm fuzz fuzz-runs fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) test-llm fuzz fuzz-runs fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu gpu-day models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -108,6 +108,7 @@ bench: venv  ## run all benchmarks, about 75 minutes; writes benchmarks/results
 
 GPU_PYTHON  ?= python3
 GPU_VERSION ?= 3.12
+GPU_TESTS   ?= gpu-tests.txt
 GPU_LIBS    := jaxtyping wadler-lindig cachetools xxhash rich markdown-it-py mdurl pygments tyro typeguard docstring-parser \
 	safetensors xarray zarr numcodecs donfig google-crc32c typing-extensions pandas python-dateutil six pytz tzdata \
 	pyyaml packaging pytest iniconfig pluggy hypothesis sortedcontainers attrs beartype
@@ -116,7 +117,11 @@ gpu-libs:  ## download what a machine with a card, but without a package registr
 	$(PYTHON) -m pip install --quiet --target .gpu --upgrade --no-deps --only-binary=:all: --python-version $(GPU_VERSION) $(GPU_LIBS)
 
 bench-gpu:  ## measure on a CUDA card from the source tree, without installing: GPU_PYTHON needs torch and Triton
-	PYTHONPATH=src:.:.gpu $(GPU_PYTHON) -m benchmarks.gpu
+	PYTHONPATH=src:.:.gpu $(GPU_PYTHON) -m benchmarks.gpu $(if $(wildcard $(GPU_TESTS)),--tests $(GPU_TESTS))
+
+gpu-day:  ## both in at most 8 minutes, the tests for 3 of them; writes benchmarks/results/gpu-CARD.json
+	-timeout 180 $(MAKE) --no-print-directory test-gpu > $(GPU_TESTS) 2>&1
+	timeout 300 $(MAKE) --no-print-directory bench-gpu
 
 test-gpu:  ## run the tests of the CUDA kernels from the source tree, without installing
 	PYTHONPATH=src:.:.gpu $(GPU_PYTHON) -m pytest -o addopts= -q -p no:cacheprovider tests/core/test_fused.py tests/core/test_triton.py tests/core/test_flex.py

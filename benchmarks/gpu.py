@@ -1,7 +1,8 @@
 """Speed and memory on a GPU: attention beside torch's kernels, statistics beside the forward, profiles of a Llama.
 
-python -m benchmarks.gpu [--check]   writes benchmarks/results/gpu.json with the card's name; --check runs the same code
-with tiny shapes under Triton's interpreter on a machine without a card, and writes nothing.
+python -m benchmarks.gpu   writes benchmarks/results/gpu-CARD.json: what is needed to decide what to change, the most
+important first; `make gpu-day` runs the tests before it. --check runs the same code with tiny shapes under Triton's
+interpreter on a machine without a card, and writes nothing. --static prints what the kernels compile to.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks import gpu_static
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -32,7 +36,7 @@ class Size:
     layers: int = 16
     hidden: int = 2048
     repeats: int = 20
-    seconds: float = 4.0  # of one comparison: it stops after this time once it has three rounds
+    seconds: float = 2.0  # of one comparison: it stops after this time once it has three rounds
 
 
 TINY = Size((32,), (32,), (32,), heads=4, key_heads=2, head_size=16, layers=2, hidden=64, repeats=1)
@@ -41,7 +45,14 @@ TINY = Size((32,), (32,), (32,), heads=4, key_heads=2, head_size=16, layers=2, h
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="tiny shapes on the CPU, to see that everything runs")
-    check = parser.parse_args().check
+    parser.add_argument(
+        "--static", nargs="*", type=float, metavar="CAPABILITY", help="compile the kernels: for 8.0, 9.0 and 10.0"
+    )
+    parser.add_argument("--tests", type=Path, help="the output of the tests, of which the failures are kept")
+    options = parser.parse_args()
+    if options.static is not None:
+        return gpu_static.main([round(10 * x) for x in options.static] or [80, 90, 100])
+    check = options.check
     if check:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     import torch
@@ -50,12 +61,17 @@ def main() -> None:
         sys.exit("this machine has no CUDA card; expected one, or --check to run tiny shapes on the CPU")
     bench = Bench(TINY if check else Size(), "cpu" if check else "cuda")
     result: dict[str, Any] = {"machine": bench.machine()}
-    for name, part in (("measure", bench.measure), ("profile", bench.profile), ("attend", bench.attend)):
-        result[name] = part()
+    if options.tests is not None:
+        lines = options.tests.read_text(errors="replace").splitlines()
+        result["tests"] = [line for line in lines if line.startswith(("FAILED", "ERROR", "E  ")) or " passed" in line]
+    parts = ("measure", "profile", "launches", "tiles", "attend")
+    for name in parts:
+        result[name] = getattr(bench, name)()
         print(name, json.dumps(result[name], indent=1), flush=True)
         if not check:  # after each part, so that an interrupted run keeps what it measured
             RESULTS.mkdir(exist_ok=True)
-            (RESULTS / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+            card = re.sub(r"[^a-z0-9]+", "-", result["machine"]["card"].lower())
+            (RESULTS / f"gpu-{card}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 class Bench:
@@ -148,7 +164,7 @@ class Bench:
         return found
 
     def measure(self) -> dict[str, Any]:
-        """Output and statistics beside torch's causal SDPA (goal: at most 1.8 times)."""
+        """Output and statistics beside torch's causal SDPA (goals: at most 1.6 times, with map and masses 2.0)."""
         import torch
 
         from qkv.engine import Call
@@ -173,25 +189,79 @@ class Bench:
             }  # fmt: skip
         return found
 
-    def profile(self) -> dict[str, Any]:
-        """A Llama with random weights: `qkv.profile` beside its forward, time (goal 1.15) and memory (goal 1.1)."""
+    def tiles(self) -> dict[str, Any]:
+        """Output and statistics with other tiles, warps and stages of the pass for statistics, in milliseconds."""
+        from itertools import product
+        from unittest import mock
+
+        import torch
+
+        from qkv.engine import Call
+        from qkv.masks import Causal
+        from qkv.statistics.reduce import Request
+        from qkv.statistics.triton import host
+
+        n, usual, found = self.size.measure[len(self.size.measure) // 2], host.statistics_options, {}
+        call, few = Call.of(*self.tensors(n), Causal()), Request({}, [0])
+        for rows, keys, warps, stages in product((64, 128), (64, 128), (4, 8), (1, 2, 3)):
+            changed = {"BM": rows, "BN": keys, "num_warps": warps, "num_stages": stages}
+            with mock.patch.object(host, "statistics_options", lambda *of, c=changed: usual(*of) | c):
+                name = f"{rows} queries, {keys} keys, {warps} warps, {stages} stages"
+                try:
+                    times = self.milliseconds({name: lambda: host.attend_and_measure(call, few, output=True)})
+                    found[name] = times[name]
+                except (RuntimeError, torch.OutOfMemoryError) as error:  # too much shared memory, say
+                    found[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            if self.device != "cuda":
+                break
+        return dict(sorted(found.items(), key=lambda item: (isinstance(item[1], str), item[1])))
+
+    def launches(self) -> dict[str, Any]:
+        """What takes the time of a profile of the Llama: kernels, copies and waiting, the longest first."""
+        import torch
+
+        if (made := self.llama()) is None or self.device != "cuda":
+            return {"skipped": "there is no card, or transformers is not installed"}
+        import qkv.profiler.run
+
+        ids = torch.randint(1024, (1, self.size.profile[0]), device=self.device)
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        qkv.profiler.run.profile(made, ids, progress=False, map_tokens=0)
+        with torch.profiler.profile(activities=activities) as record:
+            qkv.profiler.run.profile(made, ids, progress=False, map_tokens=0)
+        rows = sorted(record.key_averages(), key=lambda x: -x.self_device_time_total - x.self_cpu_time_total)
+        return {
+            x.key[:100]: {"times": x.count, "card us": x.self_device_time_total, "CPU us": x.self_cpu_time_total}
+            for x in rows[:40]
+        }
+
+    def llama(self) -> Any:
+        """A Llama with random weights; None if transformers is not installed."""
         import torch
 
         try:
             import transformers
-
-            import qkv.profiler.run
-        except ImportError as error:
-            return {"skipped": f"{error.name} is not installed"}
-        size, found = self.size, {}
+        except ImportError:
+            return None
+        size = self.size
         config = transformers.LlamaConfig(
             vocab_size=1024, hidden_size=size.hidden, intermediate_size=4 * size.hidden, num_hidden_layers=size.layers,
             num_attention_heads=size.heads, num_key_value_heads=size.key_heads, head_dim=size.head_size,
             max_position_embeddings=max(size.profile),
         )  # fmt: skip
-        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         with torch.device(self.device):  # random weights are made there
-            model = transformers.LlamaModel(config).to(dtype).eval()
+            model = transformers.LlamaModel(config)
+        return model.to(torch.bfloat16 if self.device == "cuda" else torch.float32).eval()
+
+    def profile(self) -> dict[str, Any]:
+        """A Llama with random weights: `qkv.profile` beside its forward, time (goal 1.3) and memory (goal 1.15)."""
+        import torch
+
+        import qkv.profiler.run
+
+        if (model := self.llama()) is None:
+            return {"skipped": "transformers is not installed"}
+        size, found = self.size, {}
         for n in size.profile:
             ids = torch.randint(1024, (1, n), generator=torch.Generator().manual_seed(0)).to(self.device)
 

@@ -29,6 +29,7 @@ from qkv.statistics.measure import measured, row_state, sweep
 from qkv.statistics.triton import host
 
 HEADS, KEY_HEADS, D = 8, 2, 128
+KERNELS = "forward", "statistics", "masses", "prefix_scores", "by_row"
 LENGTHS = (2048, 4096)
 SURVEY: dict[str, Any] = {"mass": {"local_mass": masks.Window(17, ahead=16)}, "statistics": [PrefixSinkScores(64)]}
 STREAMING = masks.Window(1020) | masks.Prefix(4)
@@ -92,7 +93,7 @@ def by_triton(settings: dict[str, Any], n: int, *, output: bool) -> Cost:
         stack.enter_context(mock.patch.object(host, "GPUS", ("meta",)))
         stack.enter_context(mock.patch.object(host, "_capability", return_value=(9, 0)))
         stack.enter_context(
-            mock.patch.object(host, "_kernels", return_value=SimpleNamespace(by_query=Kernel(), by_key=Kernel()))
+            mock.patch.object(host, "_kernels", return_value=SimpleNamespace(**dict.fromkeys(KERNELS, Kernel())))
         )
         for _ in range(2):
             traffic = number = 0

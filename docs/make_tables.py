@@ -165,23 +165,28 @@ def load() -> list[str]:
 
 
 def card() -> list[str]:
-    """The table of docs/gpu.md with times on a card."""
-    found = json.loads((RESULTS / "gpu.json").read_text())
-    machine = found["machine"]
-    lines = [
-        f"| {machine['card']}, torch {machine['torch']}, bfloat16, causal | tokens | ms | beside | ratio |",
-        "|---|---:|---:|---|---:|",
-    ]
-    for length, row in found["measure"].items():
-        tokens, times = f"{int(length.split()[0]):,}", row["milliseconds"]
-        for name, label in (("statistics", "output and statistics"), ("with map and masses", "with map and masses")):
-            beside = f"SDPA, {times['SDPA']:.1f} ms"
-            lines.append(f"| {label} | {tokens} | {times[name]:.1f} | {beside} | {row['to SDPA'][name]:.1f} |")
-    for length, row in found["profile"].items():
-        tokens, times = f"{int(length.split()[0]):,}", row["milliseconds"]
-        memory = row["peak bytes"]["profile"] / row["peak bytes"]["forward"]
-        beside, ratio = f"its forward, {times['forward']:.0f} ms; memory × {memory:.2f}", row["to the forward"]
-        lines.append(f"| profile of a Llama | {tokens} | {times['profile']:,.0f} | {beside} | {ratio:.1f} |")
+    """The tables of docs/gpu.md with times on cards."""
+    lines: list[str] = []
+    for path in sorted(RESULTS.glob("gpu*.json")):
+        found = json.loads(path.read_text())
+        machine = found["machine"]
+        lines += [""] * bool(lines) + [
+            f"| {machine['card']}, torch {machine['torch']}, bfloat16, causal | tokens | ms | beside | ratio |",
+            "|---|---:|---:|---|---:|",
+        ]
+        for length, row in found["measure"].items():
+            tokens, times = f"{int(length.split()[0]):,}", row["milliseconds"]
+            for name, label in (
+                ("statistics", "output and statistics"),
+                ("with map and masses", "with map and masses"),
+            ):
+                beside = f"SDPA, {times['SDPA']:.1f} ms"
+                lines.append(f"| {label} | {tokens} | {times[name]:.1f} | {beside} | {row['to SDPA'][name]:.1f} |")
+        for length, row in found["profile"].items():
+            tokens, times = f"{int(length.split()[0]):,}", row["milliseconds"]
+            memory = row["peak bytes"]["profile"] / row["peak bytes"]["forward"]
+            beside, ratio = f"its forward, {times['forward']:.0f} ms; memory × {memory:.2f}", row["to the forward"]
+            lines.append(f"| profile of a Llama | {tokens} | {times['profile']:,.0f} | {beside} | {ratio:.1f} |")
     return lines
 
 

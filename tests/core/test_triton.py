@@ -1,7 +1,7 @@
 """The Triton kernels for statistics: under Triton's interpreter on CPU tensors, compiled on a card where there is one.
 
-test_compile.py compiles them for a card that is not there. What the interpreter cannot show: speed, races between the
-warps of a program, and the rounding of tensor cores.
+test_gpu_static.py compiles them for a card that is not there. What the interpreter cannot show: speed, races between
+the warps of a program, and the rounding of tensor cores.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks.launches import Launches
 from qkv import biases, normalizers
 from qkv.biases import Bias
 from qkv.engine import Call, RowState
+from qkv.kernels import fused
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
 from qkv.statistics import PrefixSinkScores
@@ -30,6 +31,7 @@ from qkv.statistics.triton import host
 
 pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = "forward", "statistics", "masses", "prefix_scores", "by_row"
 FULL = {"near": Window(8, ahead=2), "kept": Prefix(4) | Window(20)}
 
 
@@ -110,8 +112,19 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 queries and 16 keys, of which short sequences have many that no mask cuts; sums of two at a time."""
+    options = host.statistics_options
+    monkeypatch.setattr(host, "statistics_options", lambda *args: options(*args) | {"BM": 16, "BN": 16})
+    monkeypatch.setattr(host, "STEP_TILES", 2)
+
+
+@pytest.mark.parametrize("tiles", ["large", "small"])
 @pytest.mark.parametrize("name", CASES)
-def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
+def test_output_and_statistics_equal_those_in_float64(name: str, tiles: str, request: pytest.FixtureRequest) -> None:
+    if tiles == "small":
+        request.getfixturevalue("small_tiles")
     case = CASES[name]
     q, k, v = case.tensors()
     call = Call.of(q, k, v, case.mask, case.biases, None, case.normalizer())
@@ -165,6 +178,41 @@ def test_the_spread_of_a_head_that_attends_far_back_keeps_its_digits() -> None:
     assert got.distance.item() == pytest.approx(n - 1.5, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["a window, masses", "padding on the left", "a bias that hides distances"])
+def test_a_known_log_sum_exp_gives_equal_bits(name: str, small_tiles: None) -> None:
+    case = CASES[name]
+    call = Call.of(*case.tensors(), case.mask, case.biases)
+    found = [measured(call, **case.options())]
+    found.append(measured(call, found[0][1], **case.options()))
+    for field in dataclasses.fields(found[0][2]):
+        mine, other = (getattr(x[2], field.name) for x in found)
+        if isinstance(other, Tensor):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, msg=field.name)
+
+
+@pytest.mark.parametrize("sink", [None, 0.5, 20.0])
+def test_the_forward_of_torch_gives_the_same_statistics(sink: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operator is replaced by formulas. With a sink of 20, the keys have a weight of 1e-7 together."""
+    case = CASES["bfloat16"]
+    normalizer = Softmax(sink=None if sink is None else torch.tensor([sink, -1.0], device=DEVICE))
+    call = Call.of(*case.tensors(), Causal(), (), None, normalizer)
+    of_kernel = measured(call, output=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, band: object) -> tuple[Tensor, Tensor]:
+        return tuple(qkv.attend(q.float(), k.float(), v.float(), mask=Causal(), return_lse=True))
+
+    monkeypatch.setattr(fused, "_attend", attend)
+    monkeypatch.setattr(fused, "unsupported_reason", lambda call: None)
+    kernels = {name: getattr(host._kernels(), name) for name in KERNELS if name != "forward"}
+    monkeypatch.setattr(host, "_kernels", lambda: SimpleNamespace(**kernels))
+    of_torch = measured(call, output=True)
+    close(of_torch[0].out, of_kernel[0].out, "output", 2e-2)
+    close(of_torch[1].level, of_kernel[1].level, "lse", 3e-6)
+    for name in ("entropy", "received", "distance", "effective_keys", "self_", "sink", "row_sum"):
+        close(getattr(of_torch[2], name), getattr(of_kernel[2], name), name, 3e-5)
+    assert float(of_kernel[2].entropy.max()) > 1  # of the keys alone, also beside a sink that has nearly all weight
+
+
 @pytest.mark.slow
 def test_nan_and_infinity_in_padding_do_not_spread() -> None:
     q, k, v = Case((1, 2, 2), 70, 70).tensors()
@@ -189,7 +237,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], lis
         def __getitem__(self, grid: tuple[int, ...]):
             return lambda *args, **named: launched.append((grid, [*args, *named.values()]))
 
-    monkeypatch.setattr(host, "_kernels", lambda: SimpleNamespace(by_query=Kernel(), by_key=Kernel()))
+    monkeypatch.setattr(host, "_kernels", lambda: SimpleNamespace(**dict.fromkeys(KERNELS, Kernel())))
     return launched
 
 
@@ -223,7 +271,7 @@ def test_statistics_of_a_layer_take_at_most_14_launches(n: int, recorded: list[o
     recorded.clear()
     with Launches() as of_torch:
         host.attend_and_measure(call, request, output=True)
-    assert len(recorded) == 2
+    assert len(recorded) == len(KERNELS)
     assert len(recorded) + of_torch.count <= 14, of_torch.names
     assert "stack" in of_torch.names  # operations are counted
 
@@ -244,7 +292,7 @@ def test_a_call_on_a_gpu_makes_no_tensor_on_the_cpu_and_reads_no_number(
         result, _, statistics = measured(call, output=True, mass=FULL, statistics=[PrefixSinkScores(64)], bins=32)
         assert result is not None
         assert (result.out.shape, result.out.dtype) == ((2, 8, 300, 64), torch.bfloat16)
-    assert len(recorded) == 2
+    assert len(recorded) == len(KERNELS) - known_lse
     tensors = [x for _, arguments in recorded for x in arguments if isinstance(x, Tensor)]
     assert {x.device.type for x in (*tensors, statistics.received)} == {"meta"}
     assert statistics.received.shape == (2, 8, 300)

@@ -65,6 +65,14 @@ def _compute(call: Call) -> tuple[Results, Results]:
     return (part.out[..., : call.v.shape[3]], part.lse), tuple(random)
 
 
+def with_key_lse(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute out, the log-sum-exp of the keys alone, and that with the sink, without gradients."""
+    q, k, v, scale, band = _prepared(call)
+    out, key_lse, *_ = _attend(q, k, v, scale, band)
+    part = Partial(out, key_lse) if call.sink is None else _with_sink(out, key_lse.clone(), call.sink)
+    return part.out[..., : call.v.shape[3]], key_lse.contiguous(), part.lse.contiguous()
+
+
 def _backward(call: Call, results: Results, random: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
     (out, lse), (grad, grad_lse) = results, grads
     q, k, v, scale, band = _prepared(call)

@@ -1,8 +1,9 @@
 """`measure`: exact statistics of the weights in linear memory, also as shares of rows that do not sum to 1.
 
-For a softmax, the native library on CPU (`qkv.native`) and Triton kernels on a GPU compute the output, the log-sum-exp
-and every statistic in one pass. Everything else takes two: a kernel computes the row state, such as the log-sum-exp, of
-every query; then a sweep over the tiles of scores computes the final weights and reduces them.
+For a softmax, the native library on CPU (`qkv.native`) computes the output, the log-sum-exp and every statistic in one
+pass; on a GPU, a Triton kernel computes every statistic in one pass after the output. Everything else takes two: a
+kernel computes the row state, such as the log-sum-exp, of every query; then a sweep over the tiles of scores computes
+the final weights and reduces them.
 (tests/core/test_measure.py checks identities that give some of the statistics by other means.)
 
 The sum of a row counts every key, and also a sink logit or a learned key, which is a key with value 0: the rows of a
@@ -183,7 +184,8 @@ def measured(
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
     by: Any = binding if call.q.device.type == "cpu" else triton  # which tests alone run on CPU
     one_pass = shared is None and by.unsupported_reason(call) is None
-    if one_pass and (results := by.attend_and_measure(call, request, output=output)) is not None:
+    known = {} if by is binding else {"rows": rows}
+    if one_pass and (results := by.attend_and_measure(call, request, output=output, **known)) is not None:
         out, numbers, statistics = results
         rows = binding.row_state(call, numbers)
         if request.statistics:
@@ -215,7 +217,7 @@ def engine(call: Call) -> str:
     call = replace(detached(call), dropout_p=0.0)
     if call.q.device.type != "cpu":
         why = triton.unsupported_reason(call)
-        return f"tiles of tensor operations: {why}" if why else "Triton, in the pass that computes the output"
+        return f"tiles of tensor operations: {why}" if why else "Triton, in one pass after the output"
     why = None if isinstance(binding.library(), str) else binding.unsupported_reason(call)
     return f"tiles of tensor operations: {why}" if why else binding.description()
 

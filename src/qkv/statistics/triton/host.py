@@ -1,4 +1,4 @@
-"""Runs the two Triton kernels: which calls they serve, their arguments, and the `Statistics` from their results."""
+"""Runs the Triton kernels: which calls they serve, their arguments, and the `Statistics` from their results."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from qkv.biases import ByDistance, SoftCap
-from qkv.engine.call import Call
+from qkv.engine.call import Call, RowState
 from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
 from qkv.engine.tiles import cached_for_mask
 from qkv.engine.transforms import Need, unmet
+from qkv.kernels import fused
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
 from qkv.normalizers import LOG2_E
@@ -25,8 +26,22 @@ SMALLEST_DOT = 16  # smallest dimension of Triton's matrix product
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST_CARD = (8, 0)  # compute capability, from which Triton has bfloat16 products
 UNBOUNDED = 2**30
-OF_QUERIES = ("entropy", "sink", "self_", "previous", "next_", "distance", "spread", "effective_keys", "visible")
-"""The first numbers of `found` of `kernels.by_query`; two more are the weight on the sink logit, and Σ_j A_ij ‖v_j‖."""
+OF_QUERIES = (
+    "entropy",
+    "sink",
+    "self_",
+    "previous",
+    "next_",
+    "distance",
+    "spread",
+    "effective_keys",
+    "visible",
+    "row_sum",
+)
+"""The first numbers of `found` of `kernels.by_row`; two more are the weight on the sink logit, and Σ_j A_ij ‖v_j‖."""
+SUMS = 5  # of each query, in memory, before those that are not always wanted
+STEP_TILES = 32  # tiles whose sums of keys are added up in float32
+MOST_KEYS = 2**21  # the sums of the second moments are 64-bit integers
 
 
 @functools.cache
@@ -113,17 +128,19 @@ def unsupported_reason(call: Call) -> str | None:
         return f"{got}; the kernels take float32, bfloat16 or float16, the same for all three"
     if max(call.q.shape[3], call.v.shape[3]) > LARGEST_HEAD:
         return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
+    if call.k.shape[2] > MOST_KEYS:
+        return f"there are {call.k.shape[2]:,} keys, more than {MOST_KEYS:,}"
     if _mask_parts(call.mask, call.grid) is None:
         return f"the mask {type(call.mask).__name__} has no form as a band, masked keys, documents or a tensor"
     return None
 
 
 def attend_and_measure(
-    call: Call, request: Request, *, output: bool
+    call: Call, request: Request, *, output: bool, rows: RowState | None = None
 ) -> tuple[Tensor | None, Tensor, Statistics] | None:
     """Return the output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count.
 
-    None if a mass is not that of a union of a band and a set of keys.
+    `rows` is the row state, if it is known. None if a mass is not that of a union of a band and a set of keys.
     """
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     (b, h, n_queries, d), (_, key_heads, n_keys, dv), device = q.shape, v.shape, q.device
@@ -132,7 +149,6 @@ def attend_and_measure(
     unions = [union for union in (_union(mask, grid) for mask in mass.values()) if union is not None]
     if len(unions) < len(mass):
         return None
-    block = launch_options(max(d, dv), q.dtype) | {"D": _power_of_two(d)}
     mask_parts = _mask_parts(call.mask, grid)
     assert mask_parts is not None
     firsts = _on_device(tuple(request.firsts), device)
@@ -141,82 +157,130 @@ def attend_and_measure(
         return torch.empty(shape, dtype=dtype, device=device)
 
     nothing = firsts  # stands for a tensor that a kernel does not read
-    out = empty(b, h, n_queries, dv, dtype=v.dtype) if output else None
-    lse, state, rows = empty(b, h, n_queries), empty(2, heads, n_queries), empty(len(OF_QUERIES) + 2, b, h, n_queries)
-    masses = empty(len(mass), b, h, n_queries)
-    inside = None
-    if any(keys is not None for _, keys in unions):  # besides those of the bands: (masks, b, nk)
-        each = (_zeros(n_keys, device) if keys is None else keys for _, keys in unions)
-        inside = torch.stack([keys.expand(b, n_keys) for keys in each])
-    bands = _on_device(tuple(bound for band, _ in unions for bound in _bounds(band)) or (0, 0), device)
     sink = None if call.sink is None else call.sink.expand(b, h, n_queries)
-    biased, bias_flags = _bias_arguments(call, nothing)
-    shared = (h, h // key_heads, n_queries, n_keys, grid.offset, call.scale, *biased)
     counted = None if queries is None else queries.contiguous().view(torch.int8)
-    norms = None if request.value_norms is None else request.value_norms.contiguous()
+    biased, bias_flags = _bias_arguments(call, nothing)
     place, flags = _mask_arguments(mask_parts, nothing)
     flags |= bias_flags | {
-        "HAS_COUNTED": counted is not None,
+        "HAS_SINK": sink is not None,
         "WIDEN": device.type == "cpu" and q.dtype == torch.bfloat16,
+        "CARD": device.type != "cpu",
     }
-    run, across = _kernels(), (heads,)
-    run.by_query[(_cdiv(n_queries, block["BM"]), *across)](
-        q, k, v, lse if out is None else out, lse, state, rows, masses, nothing if sink is None else sink, firsts,
-        bands, nothing if inside is None else inside, nothing if counted is None else counted,
-        nothing if norms is None else norms,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if sink is None else sink.stride()),
-        *shared, d, dv, *place, **flags, **block, DV=_power_of_two(dv),
-        HAS_SINK=sink is not None, HAS_NORMS=norms is not None, OUTPUT=out is not None, MASSES=len(mass),
-        MASS_COLUMNS=max(1, 1 << (len(mass) - 1).bit_length()), MASS_KEYS=inside is not None,
-    )  # fmt: skip
-    received, audience = empty(b, h, n_keys), empty(b, h, n_keys)
-    prefix = None if prefix_keys is None else torch.zeros(b, h, prefix_keys, device=device)
-    pooled, query_bin, key_bin, pool_m, pool_n = None, 1, 1, block["BM"], block["BN"]
+    of_keys = *q.stride()[:3], *k.stride()[:3]
+    sinks, of_sink = (nothing, (0, 0, 0)) if sink is None else (sink, sink.stride())
+    shared = (h, h // key_heads, n_queries, n_keys, grid.offset, call.scale, *biased)
+    run, out = _kernels(), None
+    if not output and sink is None and rows is not None and rows.level is not None:
+        key_lse = lse = rows.level.contiguous()
+    elif output and fused.unsupported_reason(call) is None:
+        out, key_lse, lse = fused.with_key_lse(call)
+    else:
+        out = empty(b, h, n_queries, dv, dtype=v.dtype) if output else None
+        key_lse = empty(b, h, n_queries)
+        lse = key_lse if sink is None else empty(b, h, n_queries)
+        block = forward_options(max(d, dv), q.dtype)
+        run.forward[(_cdiv(n_queries, block["BM"]), heads)](
+            q, k, v, key_lse if out is None else out, key_lse, lse, sinks, *of_keys, *v.stride()[:3], *of_sink,
+            *shared, d, dv, *place, **flags, **block, OUTPUT=out is not None, D=_power_of_two(d),
+            DV=_power_of_two(dv), EVEN_D=d == _power_of_two(d) and dv == _power_of_two(dv),
+        )  # fmt: skip
+
+    block = statistics_options(d, q.dtype) | {"D": _power_of_two(d)}
+    pooled, pools, query_bin, key_bin, step = None, (1, 1, 1), 1, 1, STEP_TILES * block["BM"]
     if bins is not None:  # a tile pools to bins of at most its size; the keys of larger ones are joined below
         query_bin, key_bin = bin_size(n_queries, bins), bin_size(n_keys, bins)
-        pool_m, pool_n = min(query_bin, pool_m), min(key_bin, pool_n)
-        columns = _cdiv(n_keys, key_bin) * (key_bin // pool_n)
+        pools = (1 + (query_bin > block["BM"]), min(query_bin, block["BM"]), min(key_bin, block["BN"]))
+        columns = _cdiv(n_keys, key_bin) * (key_bin // pools[2])
         pooled = torch.zeros(2, b, h, _cdiv(n_queries, query_bin), columns, device=device)
-    run.by_key[(_cdiv(n_keys, block["BN"]), *across)](
-        q, k, state, received, audience, received if prefix is None else prefix,
-        received if pooled is None else pooled, firsts, nothing if counted is None else counted,
-        *q.stride()[:3], *k.stride()[:3], *shared, d, *place,
-        prefix_keys or 0, query_bin, *((0, 0) if pooled is None else pooled.shape[3:]), **flags, **block,
-        HAS_PREFIX=prefix is not None, POOLED=pooled is not None, POOL_M=pool_m, POOL_N=pool_n,
+        step = min(step, query_bin) if pools[0] == 2 else step
+    norms, largest = None, nothing
+    if request.value_norms is not None:  # as parts of the largest, since they are added up as integers
+        largest = request.value_norms.nan_to_num(0, 0).amax().clamp(min=torch.finfo(torch.float32).tiny).float()
+        norms = (request.value_norms / largest).contiguous()
+    band, keys = mask_parts[:2]
+    both_sides, few = band[0] < 0 < band[1], flags["HAS_IDS"] or flags["HAS_DENSE"]
+    flags |= {"HAS_COUNTED": counted is not None}
+    planes = SUMS + (norms is not None) + 2 * both_sides + few + len(mass)
+    n_sums = heads * _cdiv(n_queries, block["BM"]) * block["BM"] * planes
+    zeros = torch.zeros(n_sums + heads * n_keys, dtype=torch.int64, device=device)
+    sums, totals = zeros[:n_sums], zeros[n_sums:].view(torch.float64)
+    received, audience = empty(b, h, n_keys), empty(b, h, n_keys)
+    counted = nothing if counted is None else counted
+    of_queries = nothing if queries is None or few else queries.cumsum(1, dtype=torch.int32)
+    of_mask = nothing if keys is None or few else keys.to(device).cumsum(1, dtype=torch.int32)
+    run.statistics[(_cdiv(n_keys, block["BN"]), heads)](
+        q, k, key_lse, sinks, sums, received, totals, audience, received if pooled is None else pooled, counted,
+        nothing if norms is None else norms, of_queries, *of_keys, *of_sink, *shared, d, *place,
+        query_bin, *((0, 0) if pooled is None else pooled.shape[3:]), **flags, **block,
+        HAS_NORMS=norms is not None, BOTH_SIDES=both_sides, POOLED=0 if pooled is None else pools[0], POOL_M=pools[1],
+        POOL_N=pools[2], PLANES=planes, EVEN_D=d == block["D"], STEP=step, FLUSH=STEP_TILES * block["BM"] // step,
+        STAGES=block["num_stages"],
+    )  # fmt: skip
+    small = {name: block[name] for name in ("BM", "D")} | {"EVEN_D": d == block["D"], "BN": min(block["BN"], 64)}
+    if mass:
+        inside = None
+        if any(keys is not None for _, keys in unions):  # besides those of the bands: (masks, b, nk)
+            each = (_zeros(n_keys, device) if keys is None else keys for _, keys in unions)
+            inside = torch.stack([keys.expand(b, n_keys) for keys in each])
+        bands = _on_device(tuple(bound for band, _ in unions for bound in _bounds(band)), device)
+        run.masses[(_cdiv(n_keys, small["BN"]), heads, len(mass))](
+            q, k, key_lse, sums, counted, bands, nothing if inside is None else inside, *of_keys, *shared, d, *place,
+            **{name: flag for name, flag in flags.items() if name != "HAS_SINK"}, **small, MASSES=len(mass),
+            MASS_KEYS=inside is not None, PLANES=planes,
+        )  # fmt: skip
+    prefix = None
+    if prefix_keys is not None:
+        prefix = empty(b, h, prefix_keys)
+        run.prefix_scores[(_cdiv(prefix_keys, small["BN"]), heads)](
+            q, k, key_lse, sinks, counted, prefix, firsts, *of_keys, *of_sink, *shared, d, *place, prefix_keys,
+            **flags, **small,
+        )  # fmt: skip
+    found, masses = empty(len(OF_QUERIES) + 2, b, h, n_queries), empty(len(mass), b, h, n_queries)
+    run.by_row[(_cdiv(n_queries, block["BM"]), heads)](
+        q, k, key_lse, sinks, sums, found, masses, firsts, counted, largest, of_mask, *of_keys, *of_sink, *shared, d,
+        *place, **{name: flag for name, flag in flags.items() if name not in ("WIDEN", "CARD")},
+        **small | {"BN": block["BN"]},
+        HAS_NORMS=norms is not None, BOTH_SIDES=both_sides, MASSES=len(mass), PLANES=planes,
     )  # fmt: skip
     thumbnail = None
     if pooled is not None:
-        (maximum, total), joined = pooled, key_bin // pool_n
+        (maximum, total), joined = pooled, key_bin // pools[2]
         if joined > 1:
             maximum, total = maximum.unflatten(-1, (-1, joined)).amax(-1), total.unflatten(-1, (-1, joined)).sum(-1)
         thumbnail = Thumbnail.of(maximum, total, n_queries, n_keys, query_bin, key_bin)
-    values = dict(zip(OF_QUERIES, rows, strict=False))
-    row_sum = torch.ones_like(lse) if sink is None else 1 - rows[-2]
+    values = dict(zip(OF_QUERIES, found, strict=False))
     shown = lse if queries is None else lse.masked_fill(~queries[:, None], -torch.inf)
+    first_contribution = None
+    if request.value_norms is not None:
+        first_contribution = share_of_first(values["sink"], found[-1], request.value_norms, request.firsts)
     return out, lse, Statistics(
         lse=shown,
         **values,
         received=received,
         visible_queries=audience,
-        row_sum=row_sum.masked_fill(values["visible"] == 0, 0),
         prefix_sink_scores=prefix,
         thumbnail=thumbnail,
-        sink_mass=None if sink is None else rows[-2],
-        first_contribution=None if norms is None else share_of_first(values["sink"], rows[-1], norms, request.firsts),
+        sink_mass=None if sink is None else found[-2],
+        first_contribution=first_contribution,
         mass=dict(zip(mass, masses, strict=True)),
     )  # fmt: skip
 
 
-def launch_options(d: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return queries and keys of a tile, warps and pipeline stages, which need at most 99 KiB of shared memory.
-
-    Of ten tiles from 64 × 32 to 128 × 128, 64 × 64 with 4 warps took the least time on an H100 (bfloat16, d = 128).
-    """
+def forward_options(d: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return queries and keys of a tile of the forward, warps and pipeline stages: at most 99 KiB of shared memory."""
     size = d * dtype.itemsize
     tile = 32 if dtype == torch.float32 and size > 256 else 64
     stages = 3 if dtype != torch.float32 else 2 if size <= 512 else 1
     warps = 8 if tile * size > 2**14 else 4
     return {"BM": tile, "BN": tile, "num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+
+
+def statistics_options(d: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the same of the pass for statistics; what they compile to is printed by `benchmarks.gpu --static`."""
+    size, narrow = d * dtype.itemsize, dtype != torch.float32
+    keys = 128 if narrow and size <= 256 else 64 if size <= 512 else 32
+    rows = 64 if size <= 512 else 32
+    return {"BM": rows, "BN": keys, "num_warps": 4, "num_stages": 2 if size <= 256 else 1, "enable_fp_fusion": True}
 
 
 def _power_of_two(n: int) -> int:
@@ -246,7 +310,7 @@ def _zeros(n: int, device: torch.device) -> Tensor:
 
 
 def _bias_arguments(call: Call, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional arguments and flags of both kernels for the biases of a call."""
+    """Return positional arguments and flags of the kernels for the biases of a call."""
     forms = _bias_forms(call)
     assert forms is not None
     distance, cap, first = forms
@@ -260,7 +324,7 @@ def _bias_arguments(call: Call, nothing: Tensor) -> tuple[tuple[Any, ...], dict[
 
 
 def _mask_arguments(mask_parts: MaskParts, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, bool]]:
-    """Return positional arguments and flags of both kernels for a mask."""
+    """Return positional arguments and flags of the kernels for a mask."""
     device, (band, keys, ids, dense) = nothing.device, mask_parts
     keys, dense = (None if x is None else x.to(device).view(torch.int8) for x in (keys, dense))
     ids = None if ids is None else ids.to(device, torch.int32)

@@ -1,8 +1,22 @@
-"""Two Triton kernels: attention with the statistics of each query in one pass, then the statistics of each key.
+"""Triton kernels for attention and exact statistics of its weights.
 
-Scores are in base 2. Sums over keys are taken tile by tile in float32, about the middle of the tile, and added up in
-float64, so that neither the entropy nor the spread loses digits at long contexts. (FlashAttention-2: Dao 2023,
-arXiv:2307.08691, algorithm 1; online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867.)
+`forward` computes the output and the log-sum-exp where torch's kernels do not. With the log-sum-exp known, a weight is
+final at once, and `statistics` goes once through all pairs: a program has BN keys, and goes through the queries. Sums
+of keys stay in registers. The sums of a query over the BN keys leave each tile as integers, and are added in memory to
+64-bit integers by atomic additions: exact in any order, so that results are equal from run to run. `by_row` turns them
+into the statistics of each query. Scores and logarithms are in base 2. (FlashAttention-2: Dao 2023, arXiv:2307.08691,
+algorithm 1; online softmax: Milakov & Gimelshein 2018, arXiv:1805.02867.)
+
+The sums of a query, for the weights a of its keys alone (without a sink logit), which add up to 1. T is the number of a
+block of BN keys, x the place of a key relative to the middle of its block, and each block adds rounded integers:
+
+    ONE     Σ a                · 2^30
+    FIRST   Σ a (BN T + x)     · 2^30 / BN
+    SECOND  Σ a (BN T + x)²    · 2^30 / BN²
+    BITS    Σ a log2 a         · 2^25
+    SQUARES Σ a²               · 2^60
+
+The three moments use the same rounded Σ a of a block, so the spread of a head that attends far back keeps its digits.
 """
 
 from __future__ import annotations
@@ -11,14 +25,24 @@ import triton
 import triton.language as tl
 
 HIDDEN = tl.constexpr(-1e30)  # running maximum of a row that has seen no key
+NONE = tl.constexpr(1e30)  # the log-sum-exp of a row without weights: 2^(score − 1e30) is 0, and so is that times score
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
+SLICE = tl.constexpr(8)  # columns of a tile that are added first: those of one instruction of a tensor core
+
+ONE, FIRST, SECOND, BITS, SQUARES = (tl.constexpr(n) for n in range(5))
+SUMS = tl.constexpr(5)  # sums of each query in memory, before those that are not always wanted
+SCALE = tl.constexpr(2.0**30)
+BITS_SCALE = tl.constexpr(2.0**25)
+SQUARES_SCALE = tl.constexpr(2.0**60)
+NORMS_SCALE = tl.constexpr(2.0**50)
+NAN_SUM = tl.constexpr(-(2**50))  # added in place of NaN; the sums of norms are not negative otherwise
 
 
 @triton.jit
-def _load(at, rows, stride, n, of_d, d):
-    """The rows of a matrix (n, d) at a pointer, with zeros beyond it."""
-    inside = (rows[:, None] < n) & (of_d[None, :] < d)
+def _load(at, rows, stride, of_d, inside, d, EVEN: tl.constexpr):
+    """Rows of a matrix at a pointer, with zeros where they are not `inside`, and beyond d, unless EVEN."""
+    inside = inside[:, None] if EVEN else inside[:, None] & (of_d[None, :] < d)
     return tl.load(at + rows[:, None].to(tl.int64) * stride + of_d[None, :], mask=inside, other=0.0)
 
 
@@ -32,6 +56,16 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def _exp2(x, CARD: tl.constexpr):
+    """2^x by one instruction, which takes numbers below 2^−126 for 0; Triton's own adds three for these."""
+    if CARD:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.exp2(x)
+
+
+@triton.jit
 def _capped(scores, cap):
     """cap · tanh(score / cap). Below 0.1 the odd powers: 1 − 2 / (e^2x + 1) would lose digits there."""
     x = scores / cap
@@ -42,22 +76,20 @@ def _capped(scores, cap):
 
 
 @triton.jit
-def _final(
-    products, rows, columns, h, n_queries, n_keys, scale, unit, cap, distances, stride_distance,
-    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr,
-):  # fmt: skip
+def _final(products, rows, columns, h, n_queries, n_keys, bias, CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr):
     """Final scores in base 2 of q·k: with a soft cap before (CAP 1) or after (CAP 2) a bias by distance.
 
-    `unit` is log2(e) divided by the temperature.
+    `unit` is log2(e) divided by the temperature; `rows` and `columns` are the indices of each product.
     """
+    scale, unit, cap, distances, stride_distance = bias
     if CAP == 0 and not HAS_DISTANCE:
         return products * (scale * unit)
     scores = products * scale
     if CAP == 1:
         scores = _capped(scores, cap)
     if HAS_DISTANCE:
-        back = rows[:, None] - columns[None, :] + (n_keys - 1)
-        exists = (rows[:, None] < n_queries) & (columns[None, :] < n_keys)
+        back = rows - columns + (n_keys - 1)
+        exists = (rows < n_queries) & (columns >= 0) & (columns < n_keys)
         scores += tl.load(distances + h.to(tl.int64) * stride_distance + back, mask=exists, other=0.0)
     if CAP == 2:
         scores = _capped(scores, cap)
@@ -66,94 +98,76 @@ def _final(
 
 @triton.jit
 def _visible(
-    rows, columns, batch, h, n_queries, n_keys, offset, low, high, keys, ids, dense,
-    stride_kb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
+    rows, columns, batch, h, n_queries, n_keys, mask,
     HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Which pairs of a tile are visible: both exist, and they pass the band, the mask of the keys, the ids of the
-    documents and the dense mask, as far as there are any."""
+    """Which pairs of rows and columns are visible: both exist, and they pass the band, the mask of the keys, the ids of
+    the documents and the dense mask, as far as there are any."""
+    offset, low, high, keys, ids, dense, stride_kb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk = mask
     positions = rows + offset
-    seen = (rows[:, None] < n_queries) & (columns[None, :] < n_keys)
+    exists = (columns >= 0) & (columns < n_keys)
+    seen = (rows < n_queries) & exists
     if HAS_BAND:
-        back = positions[:, None] - columns[None, :]
+        back = positions - columns
         seen = seen & (back >= low) & (back <= high)
     if HAS_KEYS:
-        real = tl.load(keys + batch.to(tl.int64) * stride_kb + columns, mask=columns < n_keys, other=0)
-        seen = seen & (real[None, :] != 0)
+        seen = seen & (tl.load(keys + batch.to(tl.int64) * stride_kb + columns, mask=exists, other=0) != 0)
     if HAS_IDS:
         of_batch = ids + batch.to(tl.int64) * stride_ib
         of_query = tl.load(of_batch + positions, mask=(rows < n_queries) & (positions >= 0), other=-1)
-        of_key = tl.load(of_batch + columns, mask=columns < n_keys, other=-1)
-        seen = seen & (of_query[:, None] == of_key[None, :]) & (of_key[None, :] >= 0)
+        of_key = tl.load(of_batch + columns, mask=exists, other=-1)
+        seen = seen & (of_query == of_key) & (of_key >= 0)
     if HAS_DENSE:
         of_head = dense + batch.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh
-        pairs = rows[:, None].to(tl.int64) * stride_dq + columns[None, :].to(tl.int64) * stride_dk
+        pairs = rows.to(tl.int64) * stride_dq + columns.to(tl.int64) * stride_dk
         seen = seen & (tl.load(of_head + pairs, mask=seen, other=0) != 0)
     return seen
 
 
 @triton.jit
-def _sees_all(
-    first_row, first_column, n_queries, n_keys, offset, low, high, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BAND: tl.constexpr, OTHERS: tl.constexpr,
-):  # fmt: skip
-    """Whether every pair of a tile exists and passes the band, so that no pair needs to be masked."""
-    if OTHERS:
-        return False
-    full = (first_row + BM <= n_queries) & (first_column + BN <= n_keys)
-    if HAS_BAND:
-        back = first_row + offset - first_column  # of the first pair; of the others from −(BN − 1) to BM − 1 more
-        full = full & (back - (BN - 1) >= low) & (back + (BM - 1) <= high)
-    return full
+def _clipped(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
 
 
 @triton.jit
-def by_query(
-    q, k, v, out, lse, state, found, mass, sink, firsts, bands, band_keys, counted, norms,
+def _between(counts, low, high):
+    """How many there are from `low` to `high`, given how many there are up to each."""
+    some = high >= low
+    upto, before = tl.load(counts + high, mask=some, other=0), tl.load(counts + low - 1, mask=some & (low > 0), other=0)
+    return upto - before
+
+
+@triton.jit
+def _or_nan(x, nan):
+    return tl.where(nan, float("nan"), x).to(tl.float32)
+
+
+@triton.jit
+def forward(
+    q, k, v, out, lse, total_lse, sink,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_sb, stride_sh, stride_sn,
     heads, share, n_queries, n_keys, offset, scale, unit, cap, distances, stride_distance, d, dv,
     low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
     HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
-    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr,
-    HAS_SINK: tl.constexpr, HAS_COUNTED: tl.constexpr, HAS_NORMS: tl.constexpr,
-    OUTPUT: tl.constexpr, MASSES: tl.constexpr, MASS_COLUMNS: tl.constexpr, MASS_KEYS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDEN: tl.constexpr,
+    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_SINK: tl.constexpr, OUTPUT: tl.constexpr, EVEN_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDEN: tl.constexpr, CARD: tl.constexpr,
 ):  # fmt: skip
-    """Output, log-sum-exp and the statistics of BM queries of one head.
-
-    `state` gets the running maximum and the factor of the weights, in base 2, which `by_key` needs: (2, b·h, nq).
-    `found` gets the statistics in the order of `host.OF_QUERIES`, then the weight on the sink logit, and Σ p ‖v‖ with
-    the norms of the values, (b·h, nk): (11, b·h, nq); `mass` gets those of the masses.
-    """
+    """Output and log-sum-exp of BM queries of one head: `lse` of the keys alone, `total_lse` with the sink."""
     head = tl.program_id(1)
     batch, h = head // heads, head % heads
     first_row = tl.program_id(0) * BM
     rows = first_row + tl.arange(0, BM)
-    positions = rows + offset
     of_d, of_dv = tl.arange(0, D), tl.arange(0, DV)
     inside = rows < n_queries
     at_q = q + batch.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     at_k = k + batch.to(tl.int64) * stride_kb + (h // share).to(tl.int64) * stride_kh
     at_v = v + batch.to(tl.int64) * stride_vb + (h // share).to(tl.int64) * stride_vh
-    queries = _load(at_q, rows, stride_qn, n_queries, of_d, d)
-    first = tl.load(firsts + batch)
-
+    bias = scale, unit, cap, distances, stride_distance
+    mask = offset, low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk
+    queries = _load(at_q, rows, stride_qn, of_d, inside, d, EVEN_D)
     maximum = tl.full((BM,), HIDDEN, tl.float32)
-    total = tl.zeros((BM,), tl.float64)
-    bits = tl.zeros((BM,), tl.float64)  # Σ p (s − maximum)
-    squares = tl.zeros((BM,), tl.float64)
-    offset1 = tl.zeros((BM,), tl.float64)  # Σ p (j − position)
-    offset2 = tl.zeros((BM,), tl.float64)
-    distance = tl.zeros((BM,), tl.float64)
-    contributions = tl.zeros((BM,), tl.float64)
-    masses = tl.zeros((BM, MASS_COLUMNS), tl.float64)
-    of_mass = tl.arange(0, MASS_COLUMNS)
-    number = tl.zeros((BM,), tl.int32)
-    at_self = tl.full((BM,), float("-inf"), tl.float32)  # scores, until the log-sum-exp is known
-    at_previous = tl.full((BM,), float("-inf"), tl.float32)
-    at_next = tl.full((BM,), float("-inf"), tl.float32)
-    at_first = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, DV), tl.float32)
 
     begin, end = 0, n_keys
@@ -162,74 +176,29 @@ def by_query(
         end = tl.minimum(tl.minimum(first_row + BM, n_queries) + offset - low, n_keys)
     for start in range(begin, end, BN):
         columns = start + tl.arange(0, BN)
-        here = _load(at_k, columns, stride_kn, n_keys, of_d, d)
+        here = _load(at_k, columns, stride_kn, of_d, columns < n_keys, d, EVEN_D)
         scores = _final(
-            _dot(queries, tl.trans(here), WIDEN), rows, columns, h, n_queries, n_keys, scale, unit, cap, distances,
-            stride_distance, CAP, HAS_DISTANCE,
+            _dot(queries, tl.trans(here), WIDEN), rows[:, None], columns[None, :], h, n_queries, n_keys, bias,
+            CAP, HAS_DISTANCE,
         )  # fmt: skip
-        full = _sees_all(
-            first_row, start, n_queries, n_keys, offset, low, high, BM, BN, HAS_BAND, HAS_KEYS or HAS_IDS or HAS_DENSE
-        )  # fmt: skip
-        if full:
-            number += BN
-        else:
+        full = False
+        if not (HAS_KEYS or HAS_IDS or HAS_DENSE):
+            full = (first_row + BM <= n_queries) & (start + BN <= n_keys)
+            if HAS_BAND:
+                back = first_row + offset - start  # of the first pair; of the others from −(BN − 1) to BM − 1 more
+                full = full & (back - (BN - 1) >= low) & (back + (BM - 1) <= high)
+        if not full:
             seen = _visible(
-                rows, columns, batch, h, n_queries, n_keys, offset, low, high, keys, ids, dense,
-                stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
+                rows[:, None], columns[None, :], batch, h, n_queries, n_keys, mask,
                 HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
-            number += tl.sum(seen.to(tl.int32), 1)
         new = tl.maximum(maximum, tl.max(scores, 1))
-        p = tl.exp2(scores - new[:, None])
-        above = tl.where(p > 0.0, scores - new[:, None], 0.0)  # a bias may be −∞
-        shrink = tl.exp2(maximum - new)
-        shrink64, drop = shrink.to(tl.float64), tl.where(total > 0, (maximum - new).to(tl.float64), 0.0)
-        of_tile = tl.sum(p, 1).to(tl.float64)
-        bits = shrink64 * (bits + drop * total) + tl.sum(p * above, 1).to(tl.float64)
-        total = shrink64 * total + of_tile
-        squares = shrink64 * shrink64 * squares + tl.sum(p * p, 1).to(tl.float64)
-        # Offsets from the middle of the tile are small; those from the query follow in float64.
-        middle = start + BN // 2
-        place = (columns - middle).to(tl.float32)
-        one, two = tl.sum(p * place[None, :], 1).to(tl.float64), tl.sum(p * (place * place)[None, :], 1).to(tl.float64)
-        away = (middle - positions).to(tl.float64)
-        offset1 = shrink64 * offset1 + one + away * of_tile
-        offset2 = shrink64 * offset2 + two + away * (2 * one + away * of_tile)
-        back = positions[:, None] - columns[None, :]
-        if (start + BN - 1 <= first_row + offset) | (start >= first_row + BM - 1 + offset):  # all on one side
-            distance = shrink64 * distance + tl.abs(one + away * of_tile)
-        else:
-            distance = shrink64 * distance + tl.sum(p * tl.abs(back).to(tl.float32), 1).to(tl.float64)
-        if (start <= first_row + BM + offset) & (start + BN >= first_row + offset):
-            at_self = tl.maximum(at_self, tl.max(tl.where(back == 0, scores, float("-inf")), 1))
-            at_previous = tl.maximum(at_previous, tl.max(tl.where(back == 1, scores, float("-inf")), 1))
-            at_next = tl.maximum(at_next, tl.max(tl.where(back == -1, scores, float("-inf")), 1))
-        if (start <= first) & (first < start + BN):
-            at_first = tl.max(tl.where((columns == first)[None, :], scores, float("-inf")), 1)
-        if HAS_NORMS:
-            norm = tl.load(norms + head.to(tl.int64) * n_keys + columns, mask=columns < n_keys, other=0.0)
-            added = tl.where(p > 0.0, p * norm[None, :], 0.0)  # the value of a masked key can be NaN
-            contributions = shrink64 * contributions + tl.sum(added, 1).to(tl.float64)
-        if MASSES > 0:
-            masses *= shrink64[:, None]
-        nearest = first_row + offset - (start + BN - 1)  # the least distance of a pair of the tile
-        for m in tl.static_range(MASSES):
-            least, most = tl.load(bands + 2 * m), tl.load(bands + 2 * m + 1)
-            meets = (nearest <= most) & (nearest + BM + BN - 2 >= least)
-            named = tl.zeros((BN,), tl.int8)
-            if MASS_KEYS:
-                named = tl.load(
-                    band_keys + (m * (tl.num_programs(1) // heads) + batch).to(tl.int64) * n_keys + columns,
-                    mask=columns < n_keys, other=0,
-                )  # fmt: skip
-                meets = meets | (tl.max(named, 0) > 0)
-            if meets:  # most tiles are far from a band near the diagonal, and from the first keys
-                of_band = (back >= least) & (back <= most) | (named != 0)[None, :]
-                part = tl.sum(tl.where(of_band, p, 0.0), 1).to(tl.float64)
-                masses += tl.where((of_mass == m)[None, :], part[:, None], 0.0)
+        p = _exp2(scores - new[:, None], CARD)
+        shrink = _exp2(maximum - new, CARD)
+        total = total * shrink + tl.sum(p, 1)
         if OUTPUT:
-            values = _load(at_v, columns, stride_vn, n_keys, of_dv, dv)
+            values = _load(at_v, columns, stride_vn, of_dv, columns < n_keys, dv, EVEN_D)
             if not full:  # values that no query of the tile sees can be NaN
                 some = tl.max((scores != float("-inf")).to(tl.int32), 0)
                 values = tl.where(some[:, None] != 0, values, 0.0)
@@ -237,166 +206,486 @@ def by_query(
         maximum = new
 
     empty = total == 0.0
-    safe = tl.where(empty, 1.0, total)
-    log2_total = tl.log2(safe.to(tl.float32))
-    whole = safe
-    lse2 = tl.where(empty, float("-inf"), maximum + log2_total)
-    at_sink = tl.zeros((BM,), tl.float32)
-    if HAS_SINK:
-        above_sink = tl.load(
-            sink + batch * stride_sb + h * stride_sh + rows * stride_sn, mask=inside, other=0.0
-        ).to(tl.float32) * LOG2_E  # fmt: skip
-        top = tl.maximum(lse2, above_sink)
-        none = top == float("-inf")
-        top = tl.where(none, 0.0, top)
-        both = top + tl.log2(tl.exp2(lse2 - top) + tl.exp2(above_sink - top))
-        at_sink = tl.where(none, 0.0, tl.exp2(above_sink - tl.where(none, 0.0, both)))
-        whole = safe + tl.exp2(tl.where(empty, float("-inf"), above_sink - maximum)).to(tl.float64)
-        lse2 = tl.where(none, float("-inf"), both)
-    factor = tl.where(empty, 0.0, 1.0 / whole)
+    whole = tl.where(empty, 1.0, total)
+    lse2 = tl.where(empty, float("-inf"), maximum + tl.log2(whole))
     write = head.to(tl.int64) * n_queries + rows
+    tl.store(lse + write, lse2 * LN2, mask=inside)
+    if HAS_SINK:
+        logit = tl.load(sink + batch * stride_sb + h * stride_sh + rows * stride_sn, mask=inside, other=0.0)
+        logit = logit.to(tl.float32) * LOG2_E
+        top = tl.maximum(lse2, logit)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        both = top + tl.log2(tl.exp2(lse2 - top) + tl.exp2(logit - top))
+        tl.store(total_lse + write, both * LN2, mask=inside)
+        whole += tl.exp2(tl.where(empty, -NONE, logit - maximum))
     if OUTPUT:
-        acc = tl.where(empty[:, None], 0.0, acc * factor.to(tl.float32)[:, None])
+        acc = tl.where(empty[:, None], 0.0, acc / whole[:, None])
         tl.store(
             out + write[:, None] * dv + of_dv[None, :], acc.to(out.dtype.element_ty),
             mask=inside[:, None] & (of_dv[None, :] < dv),
         )  # fmt: skip
-    tl.store(lse + write, lse2 * LN2, mask=inside)
-    if HAS_COUNTED:
-        counts = tl.load(counted + batch.to(tl.int64) * n_queries + rows, mask=inside, other=0) != 0
-        factor = tl.where(counts, factor, 0.0)
-        empty = empty | (counts == 0)
-        at_sink = tl.where(counts, at_sink, 0.0)
-        number = tl.where(counts, number, 0)
-    size = tl.num_programs(1).to(tl.int64) * n_queries
-    tl.store(state + write, tl.where(empty, 0.0, maximum), mask=inside)
-    tl.store(state + size + write, factor.to(tl.float32), mask=inside)
-
-    mean, mean2 = offset1 / safe, offset2 / safe
-    entropy = LN2 * (tl.log2(safe.to(tl.float32)).to(tl.float64) - bits / safe)
-    spread = tl.sqrt(tl.maximum(mean2 - mean * mean, 0.0))
-    small = factor.to(tl.float32)
-    tl.store(found + write, tl.where(empty, 0.0, tl.maximum(entropy, 0.0)).to(tl.float32), mask=inside)
-    tl.store(found + size + write, tl.where(empty, 0.0, tl.exp2(at_first - maximum) * small), mask=inside)
-    tl.store(found + 2 * size + write, tl.where(empty, 0.0, tl.exp2(at_self - maximum) * small), mask=inside)
-    tl.store(found + 3 * size + write, tl.where(empty, 0.0, tl.exp2(at_previous - maximum) * small), mask=inside)
-    tl.store(found + 4 * size + write, tl.where(empty, 0.0, tl.exp2(at_next - maximum) * small), mask=inside)
-    tl.store(found + 5 * size + write, tl.where(empty, 0.0, distance / safe).to(tl.float32), mask=inside)
-    tl.store(found + 6 * size + write, tl.where(empty, 0.0, spread).to(tl.float32), mask=inside)
-    shape = tl.where(empty, 0.0, total * total / tl.where(empty, 1.0, squares))
-    tl.store(found + 7 * size + write, shape.to(tl.float32), mask=inside)
-    tl.store(found + 8 * size + write, number.to(tl.float32), mask=inside)
-    tl.store(found + 9 * size + write, at_sink, mask=inside)
-    if HAS_NORMS:
-        tl.store(found + 10 * size + write, (contributions * factor).to(tl.float32), mask=inside)
-    for m in tl.static_range(MASSES):
-        of_m = tl.sum(tl.where((of_mass == m)[None, :], masses, 0.0), 1)
-        tl.store(mass + m * size + write, (of_m * factor).to(tl.float32), mask=inside)
 
 
 @triton.jit
-def by_key(
-    q, k, state, received, audience, prefix, pooled, firsts, counted,
+def _shift(lse, counted, rows, inside, HAS_COUNTED: tl.constexpr):
+    """The log-sum-exp of rows in base 2, NONE where there is no weight or the query does not count; and which count."""
+    shift = tl.load(lse + rows, mask=inside, other=float("-inf")) * LOG2_E
+    if HAS_COUNTED:
+        inside = inside & (tl.load(counted + rows, mask=inside, other=0) != 0)
+    return tl.where(inside & (shift != float("-inf")), shift, NONE), inside
+
+
+@triton.jit
+def _weights(
+    at_q, here, lse, counted, rows, columns, stride_qn, batch, h, n_queries, n_keys, d, bias, mask,
+    HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
+    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_COUNTED: tl.constexpr, MASKED: tl.constexpr,
+    EVEN_D: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr, CARD: tl.constexpr,
+):  # fmt: skip
+    """The weights of a tile among the keys alone, their base-2 logarithms, the log-sum-exp of the rows in base 2, and
+    which pairs are visible; `here` are the keys, transposed."""
+    inside = rows < n_queries if MASKED else tl.full(rows.shape, True, tl.int1)
+    shift, counts = _shift(lse, counted, rows, inside, HAS_COUNTED)
+    queries = _load(at_q, rows, stride_qn, tl.arange(0, D), counts, d, EVEN_D)
+    t = _final(
+        _dot(queries, here, WIDEN), rows[:, None], columns[None, :], h, n_queries, n_keys, bias, CAP, HAS_DISTANCE
+    ) - shift[:, None]  # fmt: skip
+    seen = counts[:, None]
+    if MASKED:
+        seen = seen & _visible(
+            rows[:, None], columns[None, :], batch, h, n_queries, n_keys, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE
+        )
+        t = tl.where(seen, t, -NONE)
+    if HAS_DISTANCE or at_q.dtype.element_ty == tl.float32:
+        t = tl.maximum(t, -NONE)  # a score may be −∞
+    return t, _exp2(t, CARD), shift, seen
+
+
+@triton.jit
+def _key_share(shift, sink, inside):
+    """The weight of all keys of a row together beside a sink logit, given their log-sum-exp in base 2."""
+    logit = tl.load(sink, mask=inside, other=float("-inf")).to(tl.float32) * LOG2_E
+    return 1.0 / (1.0 + tl.exp2(tl.minimum(logit - shift, 126.0)))
+
+
+@triton.jit
+def _halves(x, M: tl.constexpr, N: tl.constexpr):
+    """The left and the right half of a tile (M, N)."""
+    return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _slices(
+    p, t, p2, t2, norms, norms2, sums, M: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, HAS_NORMS: tl.constexpr
+):
+    """Add the slices of columns of the left half of a tile (p, t) and of its mirrored right half (p2, t2) to `sums`.
+
+    A slice and its mirror image are as far from the middle (FAR), so that the even moments need their sum alone. The
+    sums are multiplications with an addition, one instruction each.
+    """
+    if N == SLICE:
+        bits, squares, zero, one, two, norm = sums
+        both = p + p2
+        bits = bits + p * t + p2 * t2
+        squares = squares + p * p + p2 * p2
+        zero, one, two = zero + both, one - p * FAR + p2 * FAR, two + both * (FAR * FAR)
+        if HAS_NORMS:
+            norm = norm + p * norms + p2 * norms2
+        return bits, squares, zero, one, two, norm
+    else:
+        a, b = _halves(p, M, N)
+        a2, b2 = _halves(p2, M, N)
+        ta, tb = _halves(t, M, N)
+        ta2, tb2 = _halves(t2, M, N)
+        na, nb, na2, nb2 = norms, norms, norms2, norms2
+        if HAS_NORMS:
+            na, nb = _halves(norms, 1, N)
+            na2, nb2 = _halves(norms2, 1, N)
+        sums = _slices(a, ta, b2, tb2, na, nb2, sums, M, N // 2, FAR + N / 4, HAS_NORMS)
+        return _slices(b, tb, a2, ta2, nb, na2, sums, M, N // 2, FAR - N / 4, HAS_NORMS)
+
+
+@triton.jit
+def _moments(zero, one, two, BN: tl.constexpr):
+    """Σ a, Σ a x and Σ a x² over BN keys, as integers, from sums by slice and column of a slice."""
+    place = (tl.arange(0, SLICE) - (SLICE - 1) / 2)[None, :]
+    m0, m1 = tl.sum(zero, 1), tl.sum(one + place * zero, 1)
+    m2 = tl.sum(two + (2.0 * place) * one + (place * place) * zero, 1)
+    return (
+        _integer(m0 * SCALE).to(tl.int64), _integer(m1 * (SCALE / BN)).to(tl.int64),
+        _integer(m2 * (SCALE / BN / BN)).to(tl.int64),
+    )  # fmt: skip
+
+
+@triton.jit
+def _integer(x):
+    return tl.floor(x + 0.5).to(tl.int32)
+
+
+@triton.jit
+def statistics(
+    q, k, lse, sink, sums, received, totals, audience, pooled, counted, norms, query_counts,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_sb, stride_sh, stride_sn,
+    heads, share, n_queries, n_keys, offset, scale, unit, cap, distances, stride_distance, d,
+    low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
+    query_bin, pooled_rows, pooled_columns,
+    HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
+    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_COUNTED: tl.constexpr,
+    HAS_NORMS: tl.constexpr, BOTH_SIDES: tl.constexpr, POOLED: tl.constexpr, POOL_M: tl.constexpr,
+    POOL_N: tl.constexpr, PLANES: tl.constexpr, EVEN_D: tl.constexpr, STEP: tl.constexpr, FLUSH: tl.constexpr,
+    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr, CARD: tl.constexpr,
+):  # fmt: skip
+    """Add up the sums of all queries and of BN keys of one head.
+
+    `sums` are 64-bit integers, 0 before: for each BM queries of each head, PLANES sums, in the order of `planes` of the
+    host. `received` gets Σ a of each key, with `totals` (float64, 0 before) for its parts of STEP queries; `audience`
+    how many queries see the key. `pooled` is (2, b·h, pooled_rows, pooled_columns), 0 before: maxima and sums over bins
+    of `query_bin` queries and POOL_N keys, in tiles (POOLED 1) or of several tiles (POOLED 2).
+    """
+    head, block = tl.program_id(1), tl.program_id(0)
+    batch, h = head // heads, head % heads
+    first_column = block * BN
+    columns, of_d = first_column + tl.arange(0, BN), tl.arange(0, D)
+    exists = columns < n_keys
+    at_q = q + batch.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+    at_k = k + batch.to(tl.int64) * stride_kb + (h // share).to(tl.int64) * stride_kh
+    here = tl.trans(_load(at_k, columns, stride_kn, of_d, exists, d, EVEN_D))
+    bias = scale, unit, cap, distances, stride_distance
+    mask = offset, low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk
+    write = head.to(tl.int64) * n_keys + columns
+    at_sink = sink + batch * stride_sb + h * stride_sh
+    at_counted = counted + batch.to(tl.int64) * n_queries
+    at_sums = sums + head.to(tl.int64) * tl.cdiv(n_queries, BM) * (PLANES * BM)
+    bins = pooled + head.to(tl.int64) * pooled_rows * pooled_columns
+    second = tl.num_programs(1).to(tl.int64) * pooled_rows * pooled_columns
+    NORMS: tl.constexpr = SUMS
+    LATER: tl.constexpr = NORMS + HAS_NORMS
+    SEEN: tl.constexpr = LATER + 2 * BOTH_SIDES
+    FAR: tl.constexpr = POOL_N // 8 if POOL_N >= 8 else 1  # the columns of a bin: slices, threads, those of a thread
+    LANES: tl.constexpr = 4 if POOL_N >= 8 else 1
+    COUNT: tl.constexpr = HAS_IDS or HAS_DENSE  # else the numbers of visible pairs are differences of bounds
+    number = tl.zeros((BN,), tl.int32)
+
+    # Rows [begin, end) see any of the keys. Of them, rows [all_begin, all_end) see all, in whole tiles.
+    begin, end, all_begin, all_end = 0, n_queries, 0, n_queries // BM * BM
+    if HAS_BAND:
+        begin = _clipped(first_column + low - offset, 0, n_queries) // BM * BM
+        end = _clipped(tl.minimum(first_column + BN, n_keys) + high - offset, begin, n_queries)
+        all_begin = tl.cdiv(_clipped(first_column + BN - 1 + low - offset, 0, n_queries), BM) * BM
+        all_end = _clipped(first_column + high - offset + 1, 0, n_queries) // BM * BM
+    real = tl.minimum(n_keys - first_column, BN)
+    if HAS_KEYS:
+        named = tl.load(keys + batch.to(tl.int64) * stride_kmb + columns, mask=exists, other=0) != 0
+        real = tl.sum(named.to(tl.int32), 0)
+        end = tl.where(real == 0, begin, end)
+    if not COUNT:
+        from_row, to_row = columns * 0, columns * 0 + (n_queries - 1)
+        if HAS_BAND:
+            from_row = tl.maximum(columns + low - offset, 0)
+            to_row = tl.minimum(columns + high - offset, n_queries - 1)
+        queries_seeing = tl.maximum(to_row - from_row + 1, 0)
+        if HAS_COUNTED:
+            queries_seeing = _between(query_counts + batch.to(tl.int64) * n_queries, from_row, to_row)
+        if HAS_KEYS:
+            queries_seeing = tl.where(named, queries_seeing, 0)
+        tl.store(audience + write, queries_seeing.to(tl.float32), mask=exists)
+    last = tl.cdiv(end, BM) * BM
+    all_begin = _clipped(all_begin, begin, last)
+    all_end = _clipped(tl.where(real == BN, tl.minimum(all_end, end // BM * BM), 0), all_begin, last)
+    # Of these, rows [all_begin, before) are before all keys, and rows [after, all_end) after them.
+    before, after = all_begin, all_begin
+    if BOTH_SIDES:
+        before = _clipped((first_column - offset + 1) // BM * BM, all_begin, all_end)
+        after = _clipped(tl.cdiv(_clipped(first_column + BN - 1 - offset, 0, n_queries), BM) * BM, before, all_end)
+    if COUNT:
+        before, after, all_begin, all_end = begin, begin, begin, begin
+
+    for MASKED in tl.static_range(2):  # tiles that no mask, edge or diagonal cuts, then the others
+        for part in range(2 + MASKED):
+            if MASKED:
+                first_row = tl.where(part == 0, begin, tl.where(part == 1, before, all_end))
+                last_row = tl.where(part == 0, all_begin, tl.where(part == 1, after, end))
+            else:
+                first_row, last_row = tl.where(part == 0, all_begin, after), tl.where(part == 0, before, all_end)
+            partial = tl.zeros((BM // 16, 8, BN), tl.float32)
+            for step in range(first_row // STEP, tl.cdiv(last_row, STEP)):
+                if POOLED == 2:
+                    top = tl.zeros((BM // 16, 8, BN // POOL_N, LANES), tl.float32)
+                    pool = tl.zeros((BM // 16, 8, BN // POOL_N, LANES), tl.float32)
+                for start in tl.range(
+                    tl.maximum(step * STEP, first_row), tl.minimum(step * STEP + STEP, last_row), BM,
+                    num_stages=1 if MASKED else STAGES,
+                ):  # fmt: skip
+                    rows = start + tl.arange(0, BM)
+                    t, p, shift, seen = _weights(
+                        at_q, here, lse + head.to(tl.int64) * n_queries, at_counted, rows, columns, stride_qn, batch, h,
+                        n_queries, n_keys, d, bias, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE, CAP, HAS_DISTANCE,
+                        HAS_COUNTED, MASKED, EVEN_D, D, WIDEN, CARD,
+                    )  # fmt: skip
+                    w = p
+                    if HAS_SINK:
+                        w = p * _key_share(shift, at_sink + rows * stride_sn, rows < n_queries)[:, None]
+                    pairs = tl.sum(tl.reshape(w, (BM // 16, 2, 8, BN)), 1)  # two rows of a thread
+                    partial += pairs
+                    if POOLED == 1:
+                        tiles = tl.reshape(w, (BM // POOL_M, POOL_M, BN // POOL_N, POOL_N))
+                        bin_rows = start // POOL_M + tl.arange(0, BM // POOL_M)
+                        bin_columns = first_column // POOL_N + tl.arange(0, BN // POOL_N)
+                        at = bins + bin_rows[:, None] * pooled_columns + bin_columns[None, :]
+                        fits = (bin_rows[:, None] < pooled_rows) & (bin_columns[None, :] < pooled_columns)
+                        tl.store(at, tl.max(tl.max(tiles, 3), 1), mask=fits)
+                        tl.store(at + second, tl.sum(tl.sum(tiles, 3), 1), mask=fits)
+                    if POOLED == 2:
+                        tiles = tl.reshape(w, (BM // 16, 2, 8, BN // POOL_N, FAR, LANES, POOL_N // FAR // LANES))
+                        top = tl.maximum(top, tl.max(tl.max(tl.max(tiles, 6), 4), 1))
+                        tiles = tl.reshape(pairs, (BM // 16, 8, BN // POOL_N, FAR, LANES, POOL_N // FAR // LANES))
+                        pool += tl.sum(tl.sum(tiles, 5), 3)
+
+                    norm = tl.zeros((1, BN), tl.float32)
+                    if HAS_NORMS:
+                        norm = tl.load(norms + write, mask=exists, other=0.0)[None, :]
+                    z = tl.zeros((BM, SLICE), tl.float32)
+                    left, right = _halves(p, BM, BN)
+                    t_left, t_right = _halves(t, BM, BN)
+                    norm_left, norm_right = _halves(norm, 1, BN)
+                    bits, squares, zero, one, two, weighted = _slices(
+                        left, t_left, right, t_right, norm_left, norm_right, (z, z, z, z, z, z), BM, BN // 2, BN / 4,
+                        HAS_NORMS,
+                    )  # fmt: skip
+                    m0, m1, m2 = _moments(zero, one, two, BN)
+                    first, second_moment = m0 * block + m1, m0 * (block * block) + m1 * (2 * block) + m2
+                    four = tl.join(
+                        tl.join(m0, first),
+                        tl.join(second_moment, _integer(tl.sum(bits, 1) * BITS_SCALE).to(tl.int64)),
+                    )  # fmt: skip
+                    at = at_sums + start * PLANES + tl.arange(0, BM)
+                    plane = BM * tl.arange(0, 2)
+                    tl.atomic_add(
+                        at[:, None, None] + plane[None, :, None] + 2 * plane[None, None, :], four, sem="relaxed"
+                    )
+                    tl.atomic_add(at + SQUARES * BM, (tl.sum(squares, 1) * SQUARES_SCALE).to(tl.int64), sem="relaxed")
+                    if HAS_NORMS:
+                        m = tl.sum(weighted, 1) * NORMS_SCALE
+                        tl.atomic_add(at + NORMS * BM, tl.where(m >= 0.0, m.to(tl.int64), NAN_SUM), sem="relaxed")
+                    if BOTH_SIDES and MASKED:
+                        later = tl.where(columns[None, :] > (rows + offset)[:, None], p, 0.0)
+                        place = (tl.arange(0, BN) - (BN - 1) / 2)[None, :]
+                        m0 = _integer(tl.sum(later, 1) * SCALE).to(tl.int64)
+                        m1 = _integer(tl.sum(later * place, 1) * (SCALE / BN)).to(tl.int64)
+                        tl.atomic_add(at + LATER * BM, m0, sem="relaxed")
+                        tl.atomic_add(at + (LATER + 1) * BM, m0 * block + m1, sem="relaxed")
+                    if (BOTH_SIDES and not MASKED) and part == 0:
+                        tl.atomic_add(at + LATER * BM, m0, sem="relaxed")
+                        tl.atomic_add(at + (LATER + 1) * BM, first, sem="relaxed")
+                    if COUNT and MASKED:
+                        number += tl.sum(seen.to(tl.int32), 0)
+                        tl.atomic_add(at + SEEN * BM, tl.sum(seen.to(tl.int32), 1).to(tl.int64), sem="relaxed")
+                if POOLED == 2:
+                    at = bins + step * STEP // query_bin * pooled_columns + first_column // POOL_N
+                    at += tl.arange(0, BN // POOL_N)
+                    fits = first_column // POOL_N + tl.arange(0, BN // POOL_N) < pooled_columns
+                    top = tl.max(tl.max(tl.max(top, 3), 1), 0)
+                    tl.store(at, tl.maximum(tl.load(at, mask=fits, other=0.0), top), mask=fits)
+                    pool = tl.sum(tl.sum(tl.sum(pool, 3), 1), 0)
+                    tl.store(at + second, tl.load(at + second, mask=fits, other=0.0) + pool, mask=fits)
+                if ((step + 1) % FLUSH == 0) | (step * STEP + STEP >= last_row):
+                    total = tl.load(totals + write, mask=exists, other=0.0)
+                    tl.store(totals + write, total + tl.sum(tl.sum(partial, 0), 0).to(tl.float64), mask=exists)
+                    partial = tl.zeros((BM // 16, 8, BN), tl.float32)
+
+    tl.debug_barrier()
+    tl.store(received + write, tl.load(totals + write, mask=exists, other=0.0).to(tl.float32), mask=exists)
+    if COUNT:
+        tl.store(audience + write, number.to(tl.float32), mask=exists)
+
+
+@triton.jit
+def masses(
+    q, k, lse, sums, counted, bands, band_keys,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     heads, share, n_queries, n_keys, offset, scale, unit, cap, distances, stride_distance, d,
     low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
-    prefix_keys, query_bin, pooled_rows, pooled_columns,
     HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
-    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr,
-    HAS_COUNTED: tl.constexpr, HAS_PREFIX: tl.constexpr,
-    POOLED: tl.constexpr, POOL_M: tl.constexpr, POOL_N: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr,
+    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_COUNTED: tl.constexpr, MASSES: tl.constexpr,
+    MASS_KEYS: tl.constexpr, PLANES: tl.constexpr, EVEN_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, WIDEN: tl.constexpr, CARD: tl.constexpr,
 ):  # fmt: skip
-    """Received attention, visible queries, prefix sink scores and the pooled map of BN keys of one head.
+    """Add up the weights of all queries on those of BN keys that are inside a mask: a band, and `band_keys`."""
+    block, head, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, h = head // heads, head % heads
+    first_column = block * BN
+    columns, of_d = first_column + tl.arange(0, BN), tl.arange(0, D)
+    exists = columns < n_keys
+    at_q = q + batch.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+    at_k = k + batch.to(tl.int64) * stride_kb + (h // share).to(tl.int64) * stride_kh
+    bias = scale, unit, cap, distances, stride_distance
+    mask = offset, low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk
+    at_sums = sums + head.to(tl.int64) * tl.cdiv(n_queries, BM) * (PLANES * BM) + (PLANES - MASSES + m) * BM
+    least, most = tl.load(bands + 2 * m), tl.load(bands + 2 * m + 1)
+    begin = _clipped(first_column + least - offset, 0, n_queries)
+    end = _clipped(first_column + BN + most - offset, 0, n_queries)
+    named = tl.zeros((BN,), tl.int8)
+    if MASS_KEYS:
+        of_mass = (m * (tl.num_programs(1) // heads) + batch).to(tl.int64) * n_keys
+        named = tl.load(band_keys + of_mass + columns, mask=exists, other=0)
+        some = tl.max(named.to(tl.int32), 0) != 0
+        begin, end = tl.where(some, 0, begin), tl.where(some, n_queries, end)
+    if HAS_BAND:
+        begin = tl.maximum(begin, first_column + low - offset)
+        end = tl.minimum(end, tl.minimum(first_column + BN, n_keys) + high - offset)
+    if begin < end:
+        here = tl.trans(_load(at_k, columns, stride_kn, of_d, exists, d, EVEN_D))
+        for start in range(begin // BM * BM, end, BM):
+            rows = start + tl.arange(0, BM)
+            _, p, _, _ = _weights(
+                at_q, here, lse + head.to(tl.int64) * n_queries, counted + batch.to(tl.int64) * n_queries, rows,
+                columns, stride_qn, batch, h, n_queries, n_keys, d, bias, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE,
+                CAP, HAS_DISTANCE, HAS_COUNTED, True, EVEN_D, D, WIDEN, CARD,
+            )  # fmt: skip
+            back = (rows + offset)[:, None] - columns[None, :]
+            p = tl.where((back >= least) & (back <= most) | (named != 0)[None, :], p, 0.0)
+            at = at_sums + start * PLANES + tl.arange(0, BM)
+            tl.atomic_add(at, _integer(tl.sum(p, 1) * SCALE).to(tl.int64), sem="relaxed")
 
-    `pooled` is (2, b·h, pooled_rows, pooled_columns): maxima and sums over bins of `query_bin` queries × POOL_N keys;
-    a program goes through the queries in order and stores a bin each time it grows.
+
+@triton.jit
+def prefix_scores(
+    q, k, lse, sink, counted, prefix, firsts,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_sb, stride_sh, stride_sn,
+    heads, share, n_queries, n_keys, offset, scale, unit, cap, distances, stride_distance, d,
+    low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk, prefix_keys,
+    HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
+    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_COUNTED: tl.constexpr,
+    EVEN_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr,
+    CARD: tl.constexpr,
+):  # fmt: skip
+    """The mean weight on BN of the first keys of a text, over its first `prefix_keys` queries, if they see the key."""
+    head = tl.program_id(1)
+    batch, h = head // heads, head % heads
+    first = tl.load(firsts + batch)
+    of_text, of_d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, D)
+    columns = first + of_text
+    at_q = q + batch.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+    at_k = k + batch.to(tl.int64) * stride_kb + (h // share).to(tl.int64) * stride_kh
+    bias = scale, unit, cap, distances, stride_distance
+    mask = offset, low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk
+    here = tl.trans(_load(at_k, columns, stride_kn, of_d, columns < n_keys, d, EVEN_D))
+    total, number = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.int32)
+    begin = tl.maximum(first - offset, 0)
+    for start in range(begin, tl.minimum(first - offset + prefix_keys, n_queries), BM):
+        rows = start + tl.arange(0, BM)
+        _, p, shift, seen = _weights(
+            at_q, here, lse + head.to(tl.int64) * n_queries, counted + batch.to(tl.int64) * n_queries, rows,
+            columns, stride_qn, batch, h, n_queries, n_keys, d, bias, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE, CAP,
+            HAS_DISTANCE, HAS_COUNTED, True, EVEN_D, D, WIDEN, CARD,
+        )  # fmt: skip
+        if HAS_SINK:
+            at = sink + batch * stride_sb + h * stride_sh + rows * stride_sn
+            p = p * _key_share(shift, at, rows < n_queries)[:, None]
+        seen = seen & (rows + offset - first < prefix_keys)[:, None]
+        total += tl.sum(tl.where(seen, p, 0.0), 0)
+        number += tl.sum(seen.to(tl.int32), 0)
+    score = total / tl.maximum(number, 1).to(tl.float32)
+    tl.store(prefix + head.to(tl.int64) * prefix_keys + of_text, score, mask=of_text < prefix_keys)
+
+
+@triton.jit
+def by_row(
+    q, k, lse, sink, sums, found, mass, firsts, counted, largest_norm, key_counts,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_sb, stride_sh, stride_sn,
+    heads, share, n_queries, n_keys, offset, scale, unit, cap, distances, stride_distance, d,
+    low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
+    HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
+    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_SINK: tl.constexpr, HAS_COUNTED: tl.constexpr,
+    HAS_NORMS: tl.constexpr, BOTH_SIDES: tl.constexpr, MASSES: tl.constexpr, PLANES: tl.constexpr,
+    EVEN_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The statistics of BM queries of one head from their sums, and their weights on four keys.
+
+    `found` gets the statistics in the order of `host.OF_QUERIES`, then the weight on the sink logit, and Σ A ‖v‖ with
+    the norms of the values: (12, b·h, nq); `mass` gets those of the masses.
     """
     head = tl.program_id(1)
     batch, h = head // heads, head % heads
-    first_column = tl.program_id(0) * BN
-    columns = first_column + tl.arange(0, BN)
-    of_d = tl.arange(0, D)
-    inside = columns < n_keys
+    first_row = tl.program_id(0) * BM
+    rows, of_d = first_row + tl.arange(0, BM), tl.arange(0, D)
+    inside = rows < n_queries
+    bias = scale, unit, cap, distances, stride_distance
+    mask = offset, low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk
+    write, size = head.to(tl.int64) * n_queries + rows, tl.num_programs(1).to(tl.int64) * n_queries
+    shift, counts = _shift(
+        lse + head.to(tl.int64) * n_queries, counted + batch.to(tl.int64) * n_queries, rows, inside, HAS_COUNTED
+    )
+    share_of_keys, at_sink = tl.full((BM,), 1.0, tl.float32), tl.zeros((BM,), tl.float32)
+    if HAS_SINK:
+        at = sink + batch * stride_sb + h * stride_sh + rows * stride_sn
+        share_of_keys = _key_share(shift, at, inside)
+        logit = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32) * LOG2_E
+        at_sink = 1.0 / (1.0 + tl.exp2(tl.minimum(shift - logit, 126.0)))
+        at_sink = tl.where(shift == NONE, tl.where(logit == float("-inf"), 0.0, 1.0), at_sink)
+        at_sink = tl.where(counts, at_sink, 0.0)
+
+    NORMS: tl.constexpr = SUMS
+    LATER: tl.constexpr = NORMS + HAS_NORMS
+    SEEN: tl.constexpr = LATER + 2 * BOTH_SIDES
+    at = sums + (head.to(tl.int64) * tl.cdiv(n_queries, BM) * BM + first_row) * PLANES + tl.arange(0, BM)
+    whole = tl.load(at).to(tl.float64)
+    first = tl.load(at + FIRST * BM).to(tl.float64) * BN
+    second = tl.load(at + SECOND * BM).to(tl.float64) * BN * BN
+    bits = tl.load(at + BITS * BM).to(tl.float64) * (SCALE / BITS_SCALE)
+    squares = tl.load(at + SQUARES * BM).to(tl.float64) * (SCALE * SCALE / SQUARES_SCALE)
+    empty = whole == 0.0
+    nan = ~(shift <= NONE)  # or infinity; integers have no NaN
+    safe = tl.where(empty, 1.0, whole)
+    mean, mean2 = first / safe, second / safe
+    # Among the keys a weight is p / w: −Σ p/w ln(p/w) = −Σ p ln p / w + ln w
+    entropy = LN2 * (tl.log2((safe / SCALE).to(tl.float32)).to(tl.float64) - bits / safe)
+    away = mean + ((BN - 1) / 2 - offset) - rows.to(tl.float64)  # of the mean position of the keys from the query's
+    distance = tl.abs(away)
+    if BOTH_SIDES:  # |x| = 2 max(x, 0) − x
+        later = tl.load(at + LATER * BM).to(tl.float64)
+        later_first = tl.load(at + (LATER + 1) * BM).to(tl.float64) * BN
+        distance = 2.0 * (later_first + later * ((BN - 1) / 2 - offset - rows.to(tl.float64))) / safe - away
+    spread = tl.sqrt(tl.maximum(mean2 - mean * mean, 0.0))
+    keys_alike = tl.where(squares > 0.0, whole * whole / tl.where(squares > 0.0, squares, 1.0), 0.0)
+
+    if HAS_IDS or HAS_DENSE:
+        number = tl.load(at + SEEN * BM).to(tl.int32)
+    else:
+        from_key, to_key = rows * 0, rows * 0 + (n_keys - 1)
+        if HAS_BAND:
+            from_key = tl.maximum(rows + offset - high, 0)
+            to_key = tl.minimum(rows + offset - low, n_keys - 1)
+        number = tl.maximum(to_key - from_key + 1, 0)
+        if HAS_KEYS:
+            number = _between(key_counts + batch.to(tl.int64) * stride_kmb, from_key, to_key)
+        number = tl.where(counts, number, 0)
+
     at_q = q + batch.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     at_k = k + batch.to(tl.int64) * stride_kb + (h // share).to(tl.int64) * stride_kh
-    here = _load(at_k, columns, stride_kn, n_keys, of_d, d)
-    first = tl.load(firsts + batch)
-    of_head, size = head.to(tl.int64) * n_queries, tl.num_programs(1).to(tl.int64) * n_queries
-
-    total = tl.zeros((BN,), tl.float64)
-    partial = tl.zeros((BM, BN), tl.float32)  # sums over at most 32 tiles, before they are added up in float64
-    number = tl.zeros((BN,), tl.int32)
-    early = tl.zeros((BN,), tl.float32)
-    early_number = tl.zeros((BN,), tl.int32)
-    top = tl.zeros((BM // POOL_M, BN // POOL_N), tl.float32)
-    pool = tl.zeros((BM // POOL_M, BN // POOL_N), tl.float32)
-    pool_rows, pool_columns = tl.arange(0, BM // POOL_M), tl.arange(0, BN // POOL_N)
-
-    begin, end = 0, n_queries
-    if HAS_BAND:
-        begin = tl.maximum(first_column + low - offset, 0) // BM * BM
-        end = tl.minimum(tl.minimum(first_column + BN, n_keys) + high - offset, n_queries)
-    for start in range(begin, end, BM):
-        rows = start + tl.arange(0, BM)
-        queries = _load(at_q, rows, stride_qn, n_queries, of_d, d)
-        maximum = tl.load(state + of_head + rows, mask=rows < n_queries, other=0.0)
-        factor = tl.load(state + size + of_head + rows, mask=rows < n_queries, other=0.0)
-        scores = _final(
-            _dot(queries, tl.trans(here), WIDEN), rows, columns, h, n_queries, n_keys, scale, unit, cap, distances,
-            stride_distance, CAP, HAS_DISTANCE,
-        )  # fmt: skip
-        scores -= maximum[:, None]
-        row_of_text = rows + offset - first
-        among = ((row_of_text >= 0) & (row_of_text < prefix_keys))[:, None]
-        is_early = HAS_PREFIX and (start + BM + offset > first) & (start + offset - first < prefix_keys)
-        if _sees_all(
-            start, first_column, n_queries, n_keys, offset, low, high, BM, BN,
-            HAS_BAND, HAS_KEYS or HAS_IDS or HAS_DENSE or HAS_COUNTED,
-        ):  # fmt: skip
-            number += BM
-            if is_early:
-                early_number += tl.sum(tl.where(among, 1, 0), 0)
+    queries = _load(at_q, rows, stride_qn, of_d, counts, d, EVEN_D).to(tl.float32)
+    for which in tl.static_range(4):  # the first key, the query's own, the previous and the next
+        if which == 0:
+            key = tl.load(firsts + batch) + rows * 0
         else:
-            seen = _visible(
-                rows, columns, batch, h, n_queries, n_keys, offset, low, high, keys, ids, dense,
-                stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
-                HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE,
-            )  # fmt: skip
-            if HAS_COUNTED:
-                counts = tl.load(counted + batch.to(tl.int64) * n_queries + rows, mask=rows < n_queries, other=0)
-                seen = seen & (counts[:, None] != 0)
-            scores = tl.where(seen, scores, float("-inf"))
-            number += tl.sum(seen.to(tl.int32), 0)
-            if is_early:
-                early_number += tl.sum((seen & among).to(tl.int32), 0)
-        p = tl.exp2(scores) * factor[:, None]
-        partial += p
-        if (start + BM) % (32 * BM) == 0:
-            total += tl.sum(partial, 0).to(tl.float64)
-            partial = tl.zeros((BM, BN), tl.float32)
-        if is_early:
-            early += tl.sum(tl.where(among, p, 0.0), 0)
-        if POOLED:
-            tiles = tl.reshape(p, (BM // POOL_M, POOL_M, BN // POOL_N, POOL_N))
-            maxima, sums = tl.max(tl.max(tiles, 3), 1), tl.sum(tl.sum(tiles, 3), 1)
-            same = start % query_bin != 0
-            top = tl.maximum(tl.where(same, top, 0.0), maxima)
-            pool = tl.where(same, pool, 0.0) + sums
-            bin_row = start // query_bin + pool_rows
-            bin_column = first_column // POOL_N + pool_columns
-            at = head.to(tl.int64) * pooled_rows * pooled_columns + bin_row[:, None] * pooled_columns + bin_column
-            fits = (bin_row[:, None] < pooled_rows) & (bin_column[None, :] < pooled_columns)
-            tl.store(pooled + at, top, mask=fits)
-            both = tl.num_programs(1).to(tl.int64) * pooled_rows * pooled_columns
-            tl.store(pooled + both + at, pool, mask=fits)
+            key = rows + offset + (0 if which == 1 else -1 if which == 2 else 1)
+        seen = counts & _visible(rows, key, batch, h, n_queries, n_keys, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE)
+        there = _load(at_k, key, stride_kn, of_d, seen, d, EVEN_D).to(tl.float32)
+        products = tl.sum(queries * there, 1)
+        score = _final(products, rows, key, h, n_queries, n_keys, bias, CAP, HAS_DISTANCE)
+        weight = tl.exp2(tl.where(seen, score - shift, -NONE)) * share_of_keys
+        tl.store(found + (1 + which) * size + write, weight, mask=inside)
 
-    total += tl.sum(partial, 0).to(tl.float64)
-    write = head.to(tl.int64) * n_keys + columns
-    tl.store(received + write, total.to(tl.float32), mask=inside)
-    tl.store(audience + write, number.to(tl.float32), mask=inside)
-    if HAS_PREFIX:
-        of_text = columns - first
-        put = head.to(tl.int64) * prefix_keys + of_text
-        score = early / tl.maximum(early_number, 1).to(tl.float32)
-        tl.store(prefix + put, score, mask=inside & (of_text >= 0) & (of_text < prefix_keys))
+    tl.store(found + write, _or_nan(tl.where(empty, 0.0, tl.maximum(entropy, 0.0)), nan), mask=inside)
+    tl.store(found + 5 * size + write, _or_nan(tl.where(empty, 0.0, distance), nan), mask=inside)
+    tl.store(found + 6 * size + write, _or_nan(tl.where(empty, 0.0, spread), nan), mask=inside)
+    tl.store(found + 7 * size + write, _or_nan(keys_alike, nan), mask=inside)
+    tl.store(found + 8 * size + write, number.to(tl.float32), mask=inside)
+    tl.store(found + 9 * size + write, tl.where(number > 0, 1.0 - at_sink, 0.0), mask=inside)
+    tl.store(found + 10 * size + write, at_sink, mask=inside)
+    if HAS_NORMS:
+        norm = tl.load(at + NORMS * BM).to(tl.float64) / NORMS_SCALE * tl.load(largest_norm) * share_of_keys
+        tl.store(found + 11 * size + write, _or_nan(norm, nan | (norm < 0.0)), mask=inside)
+    for m in tl.static_range(MASSES):
+        of_mass = tl.load(at + (PLANES - MASSES + m) * BM).to(tl.float64) / SCALE * share_of_keys
+        tl.store(mass + m * size + write, _or_nan(of_mass, nan), mask=inside)

@@ -1,0 +1,48 @@
+"""What the Triton kernels compile to for a card that is not there: no spills in loops, a budget of instructions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SHARED = 99 * 1024  # which a program may have on every card since Ampere
+CODE = """
+import dataclasses, json, sys
+from benchmarks import gpu_static
+cases = json.load(sys.stdin)
+made = {title: gpu_static.compiled(name, options) for title, (name, options) in cases.items()}
+found = {title: dataclasses.asdict(x) | {"additions": sorted(x.additions)} for title, x in made.items()}
+json.dump(found | {"ratio": gpu_static.ratio_to_forward(made["statistics"])}, sys.stdout)
+"""
+
+
+def test_kernels_fit_on_a_card_and_keep_their_budget() -> None:
+    """In another process, because Triton reads when it is imported whether its interpreter runs the kernels."""
+    every = {"HAS_KEYS": True, "HAS_SINK": True, "HAS_COUNTED": True, "HAS_DISTANCE": True, "CAP": 2, "PLANES": 8}
+    cases = {"statistics": ("statistics", {}), "by_row": ("by_row", every), "masses": ("masses", every)}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], input=json.dumps(cases), capture_output=True, text=True, check=False,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    ratio = found.pop("ratio")
+    for title, made in found.items():
+        assert made["shared"] <= SHARED, title
+        # Sums of floats by atomic additions would differ from run to run.
+        assert set(made["additions"]) <= {"i64"}, title
+    unmasked, masked = found["statistics"]["loops"]
+    assert found["statistics"]["additions"] == ["i64"]
+    for loop in (unmasked, masked):
+        assert "spills" not in loop
+        assert loop["exponential"] == pytest.approx(1)  # of each score, once
+    assert "float64" not in unmasked
+    assert sum(unmasked.values()) <= 12.5
+    assert sum(masked.values()) <= 26
+    assert ratio <= 1.8
