@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import qkv
-from conftest import refused
+from conftest import Command, refused
 from profile_fixture import dataset_from_weights, encoder_decoder, gpt, softmax
 from qkv.cli.profile import show_comparison as show
 from qkv.cli.shared import saved_profile as saved
-from qkv.figures.comparison import plane
+from qkv.figures.comparison import ROUNDING, changed_maps_figure, plane
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import Profile
 from qkv.profiler.comparison import compare
@@ -159,6 +159,41 @@ def test_figure_and_command_show_the_most_changed_heads(capsys: pytest.CaptureFi
     assert axes[-1].get_yticklabels()[0].get_text() == f"L{layer} · H{head}"
     show(found, most=2)
     assert f"L{layer} · H{head}" in capsys.readouterr().out
+
+
+def test_maps_of_the_report_show_the_differences_beyond_rounding(tmp_path: Path) -> None:
+    a, b = mini(), mini("bfloat16")
+    found = compare(a, b)
+    figure = changed_maps_figure(found, "self")
+    assert figure is not None
+    images = [axes.images[0] for axes in figure.axes if axes.images and axes.get_title(loc="left")]
+    most = found.heads().sort_values("change", ascending=False).iloc[0]
+    before, after = (x.data["weights"].sel(layer=most["layer"], head=most["head"]).values[0] for x in (a, b))
+    drawn = np.ma.filled(images[2].get_array(), np.nan)
+    seen = np.tril(np.ones_like(before, bool))
+    rounds = abs(after - before) <= ROUNDING["float32"]
+    np.testing.assert_allclose(drawn[seen], np.where(rounds, 0, after - before)[seen])
+    assert np.isnan(drawn[~seen]).all()
+    assert images[2].norm.vmax == -images[2].norm.vmin == abs(after - before)[seen].max()
+    page = found.report(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.index("(float32) → ") < page.index('id="maps"')
+    assert page.count("data:image/png;base64,") == 2
+    same = compare(a, a)
+    assert not same.changed()
+    page = same.report(tmp_path / "same.html").read_text(encoding="utf-8")
+    assert "Nothing changed: all 36 heads" in page
+    assert "data:image/png;base64," not in page
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_command_compares_two_dtypes_of_one_model(tmp_path: Path, command: Command) -> None:
+    out = command.succeeds("profile", "qkv-mini", "x = 1", "--no-probe", "--dtype", "bfloat16",
+                           "--against-dtype", "float32", "--out", tmp_path / "out")  # fmt: skip
+    assert "qkv-mini (float32) → qkv-mini (bfloat16)" in out
+    assert "compare.png" in out
+    profile = tmp_path / "out" / "profile.qkv.zip"
+    words = "profile", "qkv-mini", "x = 1", "--against", profile, "--against-dtype", "float16", "--out", tmp_path / "b"
+    assert "--against-dtype" in command.refuses(*words)
 
 
 def test_command_compares_with_a_saved_profile(tmp_path: Path) -> None:

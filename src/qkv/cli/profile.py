@@ -12,7 +12,7 @@ import tyro
 
 from qkv._files import write_atomically
 from qkv._progress import bar, spinner
-from qkv.cli.shared import INPUT, PROFILE, Input, folder, numbers, saved_profile, statistics_of
+from qkv.cli.shared import INPUT, PROFILE, Dtype, Input, folder, numbers, saved_profile, statistics_of
 from qkv.cli.terminal import Laps, head_grid, print_files, print_line, show, table, token_name
 from qkv.errors import InputError, renamed
 
@@ -37,7 +37,7 @@ def show_comparison(comparison: Comparison, most: int = 10) -> None:
 
 
 def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
-    """Write comparison.csv, with all heads, and a figure for every group: compare.png, compare-cross.png …"""
+    """Write comparison.csv, with all heads, and a figure of each group that changed: compare.png, compare-cross.png."""
     import pandas as pd
 
     from qkv.figures.layout import save_figure
@@ -46,7 +46,7 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     files = [out / "comparison.csv"]
     table = pd.concat(tables).set_index("group").reset_index()
     write_atomically(files[0], table.to_csv(index=False).encode())
-    for group in comparison.groups:
+    for group in (name for name in comparison.groups if comparison.changed(name)):
         name = "compare.png" if group == comparison.a.main else f"compare-{group}.png"
         files.append(out / name)
         save_figure(comparison.plot(group), files[-1])
@@ -104,6 +104,7 @@ def profile(
     map_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 384,
     statistics: Annotated[str | None, tyro.conf.arg(metavar="NAME,…", help_behavior_hint="")] = None,
     against: Annotated[str | None, tyro.conf.arg(metavar="MODEL|FILE", help_behavior_hint="")] = None,
+    against_dtype: Annotated[Dtype | None, tyro.conf.arg(help_behavior_hint="")] = None,
     perturb: Annotated[int | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="")] = None,
     no_probe: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     partial: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
@@ -130,6 +131,8 @@ def profile(
 
     qkv profile ./tuned --against ./base           (compare two models, head by head)
 
+    qkv profile gpt2 --dtype bfloat16 --against-dtype float32    (compare two number formats of one model)
+
     Args:
         given: Model and text.
         preset: Run on this bundled text: a sentence of a course (fox, car, cat or pronoun: "The animal didn't cross the
@@ -141,8 +144,8 @@ def profile(
         map_tokens: Keep the full attention maps of texts up to this many tokens.
         statistics: Also measure these statistics, which installed packages provide (qkv.statistics.Statistic in the
             group of entry points qkv.statistics).
-        against: Compare MODEL with this model on the same text, or with the profile.qkv.zip of an earlier run (for
-            example of another dtype).
+        against: Compare MODEL with this model on the same text, or with the profile.qkv.zip of an earlier run.
+        against_dtype: Compare with this number format of the weights: of MODEL, or of the model of --against.
         perturb: Also replace the token at this position, counted from 0, and measure how much the hidden states of all
             later tokens change in every layer (over-mixing).
         no_probe: Skip the short synthetic texts that identify induction, duplicate-token and positional heads.
@@ -154,8 +157,11 @@ def profile(
 
     wanted = None if layers is None else numbers(layers)
     own = statistics_of(statistics)
+    other = None if against is None else saved_profile(against, "--against")
     if perturb is not None and perturb < 0:
         raise InputError(f"--perturb is {perturb}, expected the position of a token, counted from 0")
+    if other is not None and against_dtype is not None:
+        raise InputError(f"--against-dtype is {against_dtype}, but --against {against} is a profile; expected a model")
     if preset is not None:
         if given.text is not None or given.file is not None:
             text = "text" if given.file is None else "--file"
@@ -182,16 +188,16 @@ def profile(
 
     laps = Laps()
     with folder(out):
-        other = None if against is None else saved_profile(against, "--against")
         with laps("loading"):
             loaded, inputs = given.load(passage)
         with laps("measuring"):
             result = profiled(loaded, inputs)
         result.attrs["arguments"] = given.arguments(passage, out, target)
         comparison = None
-        if against is not None:
+        if against is not None or against_dtype is not None:
             with laps("comparing"):
-                comparison = (other or profiled(*given.load(passage, model=against))).compare(result)
+                reference = replace(given, dtype=against_dtype or given.dtype)
+                comparison = (other or profiled(*reference.load(passage, model=against))).compare(result)
         mixed = [] if perturb is None else write_mixing(loaded, inputs, perturb, out)
         _show(result)
         if comparison is not None:
@@ -201,7 +207,7 @@ def profile(
             if comparison is not None:
                 files += write_comparison(comparison, out)
         with laps("writing"):
-            _write(result, out, [*files, *mixed])
+            _write(result, comparison, out, [*files, *mixed])
         print_line("Time", str(laps))
 
 
@@ -215,11 +221,11 @@ def _figures(result: Profile, out: Path) -> list[Path]:
     return [out / f"{name}.png" for name in FIGURES]
 
 
-def _write(result: Profile, out: Path, files: list[Path]) -> None:
+def _write(result: Profile, comparison: Comparison | None, out: Path, files: list[Path]) -> None:
     with spinner("writing the report"):
         data = result.save(out / PROFILE)
         heads = result.export(out / "heads.csv")
-        report = result.report(out / "report.html")
+        report = (comparison or result).report(out / "report.html")
     print_line("Report", report, main=True)
     print_files([data, heads, *files])
 

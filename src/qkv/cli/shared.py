@@ -109,6 +109,9 @@ def statistics_of(names: str | None) -> list[Statistic]:
     return [STATISTICS.load(name.strip())() for name in names.split(",")] if names else []
 
 
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+
+
 @dataclass(frozen=True)
 class Input:
     """The model of a command, and the text that it runs on.
@@ -132,7 +135,7 @@ class Input:
     file: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     chat: Annotated[str | None, arg(metavar="QUESTION", help_behavior_hint="")] = None
     tokens: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    dtype: Dtype = "float32"
     max_size: Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="")] = None
 
     def __post_init__(self) -> None:

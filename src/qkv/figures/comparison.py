@@ -21,10 +21,12 @@ from qkv.figures.layout import (
     colour_bar,
     head_maps,
     heat,
+    in_percent,
     legend,
     place,
     titled,
 )
+from qkv.figures.map import Stored
 from qkv.profiler.data.findings import head_name
 from qkv.profiler.data.frames import STATISTICS, size_of, target_change
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 # From decrease to increase; equally dark at both ends, and distinguishable with every kind of colour blindness.
 SHOWN = ("entropy", "sink", "local")
 MIN_SCALE = {"%": 0.05, "nats": 0.1}  # smallest colour scale, so that rounding errors do not look like changes
+# What rounding of the model's numbers can change in a weight of up to 1.
+ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
 COMPARISON_NAMED = 8  # heads that changed most
 
 
@@ -83,6 +87,55 @@ def _most(axes: Axes, heads: pd.DataFrame) -> None:
             words, (1, height), xycoords=axes.get_yaxis_transform(), xytext=(10, 0), textcoords="offset points",
             va="center", fontsize=7.5, color=INK, weight="bold" if row["moved"] else "normal", annotation_clip=False,
         )  # fmt: skip
+
+
+MAPS, MAP_SIDE = 3, 2.5  # heads whose maps are drawn, and the side of a map in inches
+
+
+def changed_maps_figure(comparison: Comparison, group: str) -> Figure | None:
+    """The maps of the heads that changed most, before and after, and their difference; None without stored maps.
+
+    The scale of the differences has numbers. It ends at the largest one, and at ten times what rounding in the wider of
+    the two dtypes can change at least; what lies below rounding is white.
+
+    >>> import qkv
+    >>> a, b = (qkv.profile("qkv-mini", "x = 1", progress=False) for _ in range(2))
+    >>> len(changed_maps_figure(a.compare(b), "self").axes)
+    15
+    """
+    sides = [(profile, profile.groups[group]) for profile in (comparison.a, comparison.b)]
+    stored = [Stored.of(data) for _, data in sides]
+    if stored[0] is None or stored[1] is None or stored[0].bins != stored[1].bins:
+        return None
+    most = comparison.heads(group).sort_values("change", ascending=False, kind="stable").head(MAPS)
+    rounding = min(ROUNDING.get(str(profile.attrs.get("dtype")), ROUNDING["float32"]) for profile, _ in sides)
+    gap, top = 0.95, 1.15
+    figure = titled(0.65 + 3 * (MAP_SIDE + gap), top + len(most) * (MAP_SIDE + 0.75), "The heads that changed most",
+                    f"{_subtitle(comparison, group)} (difference) · grey: masked")  # fmt: skip
+    for row, (_, one) in enumerate(most.iterrows()):
+        at = divmod(most.index[row], comparison.groups[group].sizes["head"])
+        before, after = (np.where(x.visible, x.largest[at], np.nan) for x in stored if x is not None)
+        difference = np.where(np.abs(after - before) > rounding, after - before, np.where(np.isnan(after), np.nan, 0))
+        largest = max(float(np.nanmax(np.abs(difference), initial=0)), 10 * rounding)
+        scale = Normalize(0, max(float(np.nanmax(x, initial=0)) for x in (before, after)) or 1.0)
+        names = (str(profile.attrs.get("dtype", "unknown")) for profile, _ in sides)
+        titles = [f"{head_name(one)}, {word} ({name})" for word, name in zip(("before", "after"), names, strict=True)]
+        panels = zip((before, after, difference), [*titles, "after − before"],
+                     (scale, scale, Normalize(-largest, largest)), strict=True)  # fmt: skip
+        for column, (values, title, norm) in enumerate(panels):
+            place_at = 0.65 + column * (MAP_SIDE + gap), top + row * (MAP_SIDE + 0.75)
+            axes = place(figure, *place_at, MAP_SIDE, MAP_SIDE, title)
+            axes.set(xlabel="key" if row + 1 == len(most) else "", ylabel="" if column else "query")
+            axes.tick_params(labelsize=6.5, colors=MUTED, length=0)
+            image = heat(axes, values, norm)
+            if column:
+                colour_bar(image, in_percent if column == 1 else _points)
+    return figure
+
+
+def _points(value: float) -> str:
+    """A difference of shares in percentage points."""
+    return "0" if not value else f"{100 * value:+.3g} %".replace("-", "−")
 
 
 def _subtitle(comparison: Comparison, group: str) -> str:

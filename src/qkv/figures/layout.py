@@ -328,7 +328,8 @@ def head_map(axes: Axes, shown: HeadMap, *, bar: bool = True, label: str = "") -
         return "0" if abs(value) < 1e-9 else f"{scale * value:{'+' if signed else ''}.3g}".replace("-", "−")
 
     if shown.colours is None and (not signed or sides.min() >= 0.3):  # signs need more room
-        write_cells(axes, image, (lambda value: f"{100 * value:.0f}") if shown.percent else cell_number)
+        rounded = (lambda value: f"{round(100 * value)}".replace("-", "−")) if shown.percent else cell_number
+        write_cells(axes, image, rounded)
     if bar:
         colour_bar(image, number, label=label)
 

@@ -35,15 +35,19 @@ export function signedColour(x) {
   return from.map((channel, i) => Math.round(channel + (to[i] - channel) * Math.min(Math.abs(x), 1)));
 }
 
-/** Fill a canvas with right − left of two maps of the same shape. Cells without a difference stay transparent. */
+/**
+ * Fill a canvas with right − left of two maps of the same shape, and return the end of its scale. Cells whose difference is
+ * no more than rounding stay transparent; the scale ends at ten times rounding or later.
+ */
 export function paintDifference(canvas, left, right) {
   const difference = Float32Array.from(left.values, (value, at) => right.values[at] - value);
-  const sizes = difference.map(Math.abs).filter((size) => size > 0).sort();
-  const top = sizes[Math.floor(sizes.length * 0.998)] ?? 1; // scale by a high quantile, so that a few large differences do not make all others pale
+  const rounding = Math.max(left.rounding, right.rounding), sizes = difference.map(Math.abs).filter((size) => size > rounding).sort();
+  const top = Math.max(sizes[Math.floor(sizes.length * 0.998)] ?? 0, 10 * rounding); // scale by a high quantile, so that a few large differences do not make all others pale
   paint(canvas, left.rows, left.columns, (row, column) => {
     const size = difference[row * left.columns + column];
-    return size ? Math.max(0.5 + 0.5 * Math.sign(size) * Math.sqrt(Math.min(Math.abs(size) / top, 1)), 0.002) : 0;
+    return Math.abs(size) > rounding ? Math.max(0.5 + 0.5 * Math.sign(size) * Math.sqrt(Math.min(Math.abs(size) / top, 1)), 0.002) : 0;
   }, (level) => signedColour(2 * level - 1));
+  return top;
 }
 
 // Export of the compare page as CSV.
@@ -87,7 +91,7 @@ export const MAX_EXACT = 512;
 
 /**
  * The map of a head: {rows, columns, values, step, n_queries, n_keys, exact, why}; values row by row, or null if the
- * profile has no map. `exact`: one cell per weight. Otherwise a cell holds the largest weight of a block of step.down
+ * profile has no map. `rounding`: what a weight may be off by. `exact`: one cell per weight. Otherwise a cell holds the largest weight of a block of step.down
  * queries × step.across keys; the last blocks may be smaller.
  */
 export async function matrixOf(source, { group, text, layer, head }, { signal }) {
@@ -96,7 +100,8 @@ export async function matrixOf(source, { group, text, layer, head }, { signal })
   const pyramid = new Pyramid(shape), exact = kind !== "small" && Math.max(n_queries, n_keys) <= MAX_EXACT, zoom = exact ? pyramid.deepest : 0;
   const whole = { top: 0, left: 0, bottom: n_queries - 1, right: n_keys - 1 };
   const map = await assembled(pyramid, zoom, whole, ({ i, j }) => source.tile(group, text, layer, head, "max", zoom, i, j, { signal }));
-  return { ...map, step: pyramid.step(zoom), n_queries, n_keys, exact, why };
+  const rounding = kind === "small" ? 0.004 : 1e-5; // small maps have 8 bits a weight
+  return { ...map, step: pyramid.step(zoom), n_queries, n_keys, exact, rounding, why };
 }
 
 /** The total variation distance of each query: half the sum of |left − right| over the keys. */

@@ -207,7 +207,8 @@ class Compare {
     const top = Math.max(...sides.map(({ matrix }) => (matrix?.values ? matrix.values.reduce((most, value) => Math.max(most, value), 0) : 0)), 1e-6);
     // One logarithmic scale for both maps, as on the map page: it begins at a fifth of the uniform weight or lower.
     const scale = { low: Math.min(top / 100, 0.2 / Math.max(...sides.map(({ view }) => view.n_keys))), top };
-    this.#readout.textContent = sides.some(({ matrix }) => matrix?.values) ? "Point at a cell, or focus a map and use the arrow keys." : "";
+    const apart = variation || !sides.every(({ matrix }) => matrix?.values) ? "" : this.#sameTokens() ? ` The difference, pair by pair, is drawn for texts of up to ${MAX_EXACT} tokens.` : " The difference needs two maps of the same tokens.";
+    this.#readout.textContent = sides.some(({ matrix }) => matrix?.values) ? `Point at a cell, or focus a map and use the arrow keys.${apart}` : "";
     replace(this.#maps, this.#map(sides[0], scale), variation ? this.#difference() : three ? h("div", { class: "compare-blank" }) : null, this.#map(sides[1], scale));
   }
 
@@ -229,10 +230,10 @@ class Compare {
 
   #difference() {
     const [a, b] = this.#shown.sides.map(({ matrix }) => matrix), box = (this.#shown.difference = this.#box(a, "Difference of A and B"));
-    paintDifference(box.canvas, a, b);
+    const top = percent(paintDifference(box.canvas, a, b));
     return h("figure", { class: "compare-figure" },
       h("figcaption", {}, h("span", {}, "Difference"),
-        legend({ low: "A more", high: "B more", colourOf: (level) => signedColour(2 * level - 1) })),
+        legend({ low: `A ${top} more`, high: `B ${top} more`, colourOf: (level) => signedColour(2 * level - 1) })),
       box.element);
   }
 

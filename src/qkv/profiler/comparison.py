@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,11 +69,15 @@ class Comparison:
             table[f"{x}_a"], table[f"{x}_b"], table[f"{x}_difference"] = a[x], b[x], b[x] - a[x]
         return table
 
+    def changed(self, group: str | None = None) -> bool:
+        """Whether any number of any head differs."""
+        return any(np.nan_to_num(x.values).any() for x in self.groups[self._name(group)].data_vars.values())
+
     def summary(self, group: str | None = None) -> list[str]:
         """The most important differences, in sentences."""
         name = self._name(group)
-        heads, data = self.heads(name), self.groups[name]
-        if all(not np.nan_to_num(x.values).any() for x in data.data_vars.values()):
+        heads = self.heads(name)
+        if not self.changed(name):
             return [f"Nothing changed: all {len(heads):,} heads attend exactly as before."]
         most, moved = heads.loc[heads["change"].idxmax()], int(heads["moved"].sum())
         return [
@@ -87,6 +93,11 @@ class Comparison:
         """Layer × head maps of the differences in entropy, sink and local weight, and the heads that changed most."""
         figure: Figure = above("qkv.figures.comparison", "comparison_figure")(self, self._name(group))
         return figure
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report of `b`, which begins with what changed since `a`, and return its path."""
+        written: Path = above("qkv.report.html", "write_report")(self.b, path, self)
+        return written
 
     def __repr__(self) -> str:
         names = (repr(p.attrs.get("model", "unnamed model")) for p in (self.a, self.b))

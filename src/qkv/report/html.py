@@ -15,6 +15,7 @@ from qkv._files import write_atomically
 from qkv.report.payload import as_json, payload
 
 if TYPE_CHECKING:
+    from qkv.profiler.comparison import Comparison
     from qkv.profiler.profiles import Profile
 
 STYLES = ("base.css", "maps.css", "report.css")
@@ -23,19 +24,19 @@ IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
 UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-def write_report(profile: Profile, path: str | os.PathLike[str]) -> Path:
-    """Write `profile` as one self-contained HTML page, and return its path.
+def write_report(profile: Profile, path: str | os.PathLike[str], comparison: Comparison | None = None) -> Path:
+    """Write `profile` as one self-contained HTML page, and return its path; it begins with a `comparison`, if given.
 
     The page holds the numbers of every head as `Profile.heads` returns them (to six digits), curves along the text in
     16 bits (binned for long texts), and dense maps, if stored, in steps of 1/255. Tokens are embedded as data, never as
     markup; a content security policy allows only the script of the page to run.
     """
     target = Path(path)
-    write_atomically(target, render(profile).encode("utf-8", "replace"))
+    write_atomically(target, render(profile, comparison).encode("utf-8", "replace"))
     return target
 
 
-def render(profile: Profile) -> str:
+def render(profile: Profile, comparison: Comparison | None = None) -> str:
     """The page as a string."""
     page, blobs = payload(profile)
     style = "\n".join(asset(name) for name in STYLES)
@@ -46,6 +47,7 @@ def render(profile: Profile) -> str:
             f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
             "base-uri 'none'; form-action 'none'"
         ),
+        "comparison": "" if comparison is None else _compared(comparison),
         "style": style,
         "script": script,
         "page": as_json(page).translate(UNSAFE),
@@ -53,6 +55,28 @@ def render(profile: Profile) -> str:
     }
     # A single pass, so that inserted text is not searched for placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("report.html"))
+
+
+def _compared(comparison: Comparison) -> str:
+    """What changed, group by group: sentences, and pictures of all heads and of the maps that changed most."""
+    from qkv.figures.comparison import changed_maps_figure, comparison_figure
+    from qkv.figures.layout import png_of
+
+    names = (
+        f"{p.attrs.get('model', 'model')} ({p.attrs.get('dtype', 'unknown')})" for p in (comparison.a, comparison.b)
+    )
+    parts = [f"<h2 id='compared-title'>What changed: {html.escape(' → '.join(names))}</h2>"]
+    for group in comparison.groups:
+        said = comparison.summary(group)
+        parts += [f"<h3>{html.escape(group)} attention</h3>"] if len(comparison.groups) > 1 else []
+        parts += [f"<p>{html.escape(' '.join(said))}</p>"]
+        drawn = (comparison_figure, changed_maps_figure) if comparison.changed(group) else ()
+        for figure in (found for draw in drawn if (found := draw(comparison, group)) is not None):
+            data = base64.b64encode(png_of(figure)).decode("ascii")
+            parts.append(
+                f"<img class='compared' alt='{html.escape(said[0], quote=True)}' src='data:image/png;base64,{data}'>"
+            )
+    return f"<section id='compared' aria-labelledby='compared-title'>{''.join(parts)}</section>"
 
 
 def asset(name: str) -> str:
