@@ -157,7 +157,8 @@ class Tokenizer(Protocol):
 def evaluation_mode(model: Any) -> Iterator[None]:
     """Inside, a model is in evaluation mode; afterwards, restore the mode of each submodule."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    if training:
+        model.eval()
     try:
         yield
     finally:

@@ -385,9 +385,11 @@ def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
     strings = {}
     for entry in ("module", "query_token", "key_token"):  # objects: NumPy's fixed-width strings drop trailing NULs
         values = variables[entry].values
+        if values.dtype == object and all(type(value) is str for value in values.flat):
+            continue
         texts = np.array([str(value) for value in values.ravel()], object)
         strings[entry] = COORDINATES[entry], texts.reshape(values.shape)
-    return data.assign_coords(strings)
+    return data.assign_coords(strings) if strings else data.copy()
 
 
 def _check_json(name: str, value: Any) -> None:

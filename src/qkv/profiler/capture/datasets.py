@@ -179,7 +179,7 @@ def _arrays(records: list[Record], tokens: Tokens, local_window: int, statistics
         {
             "layer": ("layer", [r.layer for r in records]),
             "head": ("head", np.arange(first.statistics.entropy.shape[1])),
-            "module": ("layer", [r.module for r in records]),
+            "module": ("layer", np.array([r.module for r in records], object)),
             "query_token": (("text", "query"), query_names),
             "key_token": (("text", "key"), key_names),
             "n_queries": ("text", real_q.sum(1)),

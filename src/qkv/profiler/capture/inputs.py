@@ -169,12 +169,13 @@ def device_of(model: nn.Module) -> torch.device | None:
 
     Weights that accelerate offloads are on the meta device until they are used; then its hook says where that is.
     """
-    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    hooks = (vars(module).get("_hf_hook") for module in model.modules())
     found = next((d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None), None)
     if found is not None:
         return torch.device("cuda", found) if isinstance(found, int) else torch.device(found)
-    devices = [x.device for x in model.parameters()]
-    return next((d for d in devices if d.type != "meta"), devices[0] if devices else None)
+    devices = (x.device for x in model.parameters())
+    first = next(devices, None)
+    return first if first is None or first.type != "meta" else next((d for d in devices if d.type != "meta"), first)
 
 
 def _named(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -245,7 +245,9 @@ def _refuse_split_heads(model: nn.Module) -> None:
     """Raise `InputError` for tensor parallelism, in which each process computes some of the heads only."""
     parts = getattr(model, "_tp_size", None)
     of_torch = sys.modules.get("torch.distributed.tensor")
-    whole = any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__)  # gathered to be used
+    whole = any(
+        c.__name__ == "FSDPModule" for kind in set(map(type, model.modules())) for c in kind.__mro__
+    )  # gathered to be used
     if of_torch is not None and not whole:
         for p in model.parameters():
             if isinstance(p, of_torch.DTensor) and any(placement.is_shard() for placement in p.placements):
