@@ -132,10 +132,24 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 100]))
     """
-    return Attention(mask, bias, score, normalizer, dropout_p)(
-        q, k, v, training=True, kernel=kernel, return_lse=return_lse, return_weights=return_weights,
-        return_statistics=return_statistics, **torch_names,
+    if torch_names:
+        return attend(
+            q, k, v, **composition_of(attend, torch_names, q, k, mask, bias, score), normalizer=normalizer,
+            dropout_p=dropout_p, kernel=kernel, return_lse=return_lse, return_weights=return_weights,
+            return_statistics=return_statistics,
+        )  # fmt: skip
+    if kernel == "auto" and not (dropout_p or return_lse or return_weights or watched()):
+        if return_statistics:
+            measurement = directly(q, k, v, mask, bias, score, normalizer)
+            if measurement is not None:
+                return Result(measurement[0], statistics=measurement[1])
+        elif (out := _one_operation(q, k, v, mask, bias, score, normalizer)) is not None:
+            return out
+    result = compute(
+        Attention(mask, bias, score, normalizer), q, k, v, dropout_p=dropout_p, kernel=kernel, lse=return_lse,
+        weights=return_weights, statistics=return_statistics,
     )  # fmt: skip
+    return result if return_lse or return_weights or return_statistics else result.out
 
 
 @opaque
@@ -182,24 +196,26 @@ def _with_statistics(call: Call, kernel: str, weights: bool, queries: Bool[Tenso
     return serve(call, kernel, weights=weights, compute=with_statistics)
 
 
-def _one_operation(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+def _one_operation(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: object, score: Score | None,
+    normalizer: Normalizer | None,
+) -> Tensor | None:  # fmt: skip
     """Compute softmax attention in a band by one call of the library or of torch's SDPA, or None for other calls.
 
     For one decoded token, or in a small model, building a `Call` takes longer than the attention. In compiled code, an
     operator also serves padding and sinks.
     """
-    traced = isinstance(q, Tensor) and not readable(q)
-    mask, bias = attention.mask, attention.bias
-    if traced and bias is not None:
-        return None
-    if (softmax := dot_softmax(attention.score, attention.normalizer, q, bias)) is None:
+    if (softmax := dot_softmax(score, normalizer, q, bias)) is None:
         return None
     scale, sink = softmax
+    if sink is None and (out := native.plain(q, k, v, mask, bias, scale)) is not None:
+        return out
+    if bias is not None:
+        return None
     causal = isinstance(mask, Mask) and mask.band == (0, math.inf)
-    plain = bias is None and sink is None and (causal or mask is None)
-    if not traced:
-        out = native.plain(q, k, v, mask, bias, scale) if sink is None else None
-        return _sdpa(q, k, v, causal=causal, scale=scale) if out is None and plain else out
+    plain = sink is None and (causal or mask is None)
+    if not isinstance(q, Tensor) or readable(q):
+        return _sdpa(q, k, v, causal=causal, scale=scale) if plain else None
     if torch.compiler.is_compiling() and plain and not operator.is_faster(q, k):
         out = _sdpa(q, k, v, causal=causal, scale=scale)
         if out is not None:  # see `SHORT`; compiled code does not read numbers
@@ -277,24 +293,13 @@ class Attention:
         return_lse: bool = False, return_weights: bool = False, return_statistics: bool = False, **torch_names: Any,
     ) -> Any:  # fmt: skip
         """Return `attend` with this composition; without dropout unless `training`."""
+        parts = self._parts()
         if torch_names:
-            parts = composition_of(attend, torch_names, q, k, self.mask, self.bias, self.score)
-            options: dict[str, Any] = {"return_weights": return_weights, "return_statistics": return_statistics}
-            options |= {"training": training, "kernel": kernel, "return_lse": return_lse}
-            return replace(self, **parts)(q, k, v, **options)
-        dropout_p = self.dropout_p if training else 0.0
-        if kernel == "auto" and not (dropout_p or return_lse or return_weights or watched()):
-            if return_statistics:
-                measurement = directly(q, k, v, self.mask, self.bias, self.score, self.normalizer)
-                if measurement is not None:
-                    return Result(measurement[0], statistics=measurement[1])
-            elif (out := _one_operation(self, q, k, v)) is not None:
-                return out
-        result = compute(
-            self, q, k, v, dropout_p=dropout_p, kernel=kernel, lse=return_lse, weights=return_weights,
-            statistics=return_statistics,
+            parts |= composition_of(attend, torch_names, q, k, self.mask, self.bias, self.score)
+        return attend(
+            q, k, v, **parts, dropout_p=self.dropout_p if training else 0.0, kernel=kernel, return_lse=return_lse,
+            return_weights=return_weights, return_statistics=return_statistics,
         )  # fmt: skip
-        return result if return_lse or return_weights or return_statistics else result.out
 
     def plan(self, q: A, k: A, v: A, *, training: bool = False, **options: Any) -> Plan:
         """Return `plan` with this composition; `options` are its other arguments, `kernel` and `return_weights`."""

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import qkv
@@ -143,8 +145,7 @@ def level(request: pytest.FixtureRequest, emulation: Callable[[str], Any], monke
             for name, parts in (("_bfloat16", 1), ("_float16", 2), ("", 3)):
                 functions[f"qkv_attend{name}"] = emulation(f"PARTS={parts}")
         found = SimpleNamespace(**functions, qkv_level=lambda: number)
-    for module in (native.binding, native.kernel):
-        monkeypatch.setattr(module, "library", lambda: found)
+    monkeypatch.setattr(native.binding, "library", lambda: found)
     return number
 
 
@@ -649,3 +650,57 @@ def test_gradients_of_biases_differ_or_are_not_the_same_bits_again(
     first, second = (found("native", torch.float32) for _ in range(2))
     assert [i for i, x in enumerate(first) if not torch.equal(x, second[i])] == []
     assert_close(first, found("eager", torch.float64))
+
+
+CALLS = st.fixed_dictionaries(
+    {
+        "sizes": st.sampled_from([(1, 2, 2, 5, 5), (1, 2, 1, 5, 5), (2, 2, 2, 3, 5), (1, 2, 2, 9, 9), (1, 2, 2, 1, 5)]),
+        "d": st.sampled_from([4, 8]),
+        "layout": st.sampled_from(["contiguous", "tokens first", "every second number"]),
+        "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+        "mask": st.sampled_from([None, Causal(), Window(2), Window(2, ahead=1), Window(3)]),
+        "bias": st.sampled_from([None, ALiBi()]),
+        "scale": st.sampled_from([None, 0.5, 0.3]),
+        "what": st.sampled_from(["output", "measure", "both", "gradient", "autocast", "jvp", "later first key"]),
+    }
+)
+"""Short calls that differ in what the arguments of the library depend on, or in what keeps a call from the library."""
+
+
+def numbers(
+    sizes: tuple[int, ...], d: int, layout: str, dtype: torch.dtype, scale: float | None, what: str, **parts: Any
+) -> list[Tensor]:
+    """What one of CALLS returns."""
+    b, h, key_heads, n_queries, n_keys = sizes
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(b, n_queries, h, d), *torch.randn(2, b, n_keys, key_heads, d))
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    if layout == "contiguous":
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    elif layout == "every second number":
+        q, k, v = (x.repeat_interleave(2, 3)[..., ::2] for x in (q, k, v))
+    parts["score"] = None if scale is None else qkv.scores.Dot(scale)
+    if what in ("measure", "later first key"):
+        one = qkv.measure(q, k, first=int(what != "measure"), **parts)
+        return [one.entropy, one.received, one.sink, one.visible]
+    if what == "both":
+        out, one = qkv.attend(q, k, v, return_statistics=True, **parts)
+        return [out, one.entropy, one.received, one.sink, one.visible_queries]
+    if what == "gradient":
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        return [*torch.autograd.grad(qkv.attend(*leaves, **parts).sum(), leaves)]
+    if what == "jvp":
+        return [*torch.func.jvp(lambda q: qkv.attend(q, k, v, **parts), (q,), (q,))]
+    with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
+        return [qkv.attend(q, k, v, **parts)]
+
+
+@given(st.lists(CALLS, min_size=2, max_size=5))
+def test_an_earlier_call_changes_a_later_one(calls: list[dict[str, Any]]) -> None:
+    for call in calls:
+        after = numbers(**call)
+        with pytest.MonkeyPatch.context() as fresh:  # nothing is kept of earlier calls
+            for name in ("_layout", "_places"):
+                fresh.setattr(native.binding, name, getattr(native.binding, name).__wrapped__)
+            alone = numbers(**call)
+        assert all(torch.equal(x, y) for x, y in zip(after, alone, strict=True))

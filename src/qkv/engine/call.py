@@ -225,7 +225,7 @@ class Result(tuple[Any, ...], Generic[A]):
     def __new__(
         cls, out: A, lse: A | None = None, weights: A | None = None, statistics: Statistics | None = None
     ) -> Result[A]:
-        result = super().__new__(cls, (x for x in (out, lse, weights, statistics) if x is not None))
+        result = super().__new__(cls, [x for x in (out, lse, weights, statistics) if x is not None])
         result.out, result.lse, result.weights, result.statistics = out, lse, weights, statistics
         return result
 

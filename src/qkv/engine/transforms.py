@@ -15,22 +15,31 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from qkv.engine.call import Call, detached
+from qkv.engine.sizes import recorded
 from qkv.errors import InputError
 
 
 def transforming() -> bool:
     """Return whether a torch.func transform is active, or a level of forward-mode differentiation is open."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def plain_torch() -> bool:
+    """Return whether torch runs operations as they are written: it records, transforms, intercepts and casts none."""
+    return not (
+        recorded() or transforming() or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu")
+    )
 
 
 def transformed(call: Call) -> bool:
     """Return whether a torch.func transform is active, or a tensor of the call carries a forward-mode tangent."""
     if not transforming():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return True
     return any(forward_ad.unpack_dual(x).tangent is not None for x in call.tensors().values())
 

@@ -43,7 +43,7 @@ typedef struct {
     const Bias *biases;
     int64_t n_biases;
     const uint8_t *counted;      /* (b, nq), 0 at queries that statistics leave out, or NULL */
-    const int64_t *firsts;       /* (b), the first key of each text */
+    const int64_t *firsts;       /* (b), the first key of each text; NULL: key 0 */
     const float *sinks;          /* sink logits, with strides ss of batch, head and query; or NULL */
     int64_t ss[3];
     int64_t normalizer;          /* SOFTMAX or another of weights.h */
@@ -102,6 +102,8 @@ typedef struct {           /* what one thread works with */
 
 static const float LARGEST = 1e28f; /* score of a pair that is visible */
 static const float RAISE = 8;       /* the offset is raised if a score exceeds it by more */
+
+INLINE int64_t first_of(const Call *c, int64_t batch) { return c->firsts ? c->firsts[batch] : 0; }
 
 /* ---- Weights ---------------------------------------------------------------------------------------------------- */
 
@@ -469,7 +471,7 @@ static float mass_of(const Space *s, int64_t r, int64_t from, int64_t to) {
 
 /* Add the weights of row r on the first keys of its text, and how many of them it sees. */
 static void add_prefix(const Call *c, Space *s, int64_t r, int64_t batch, int64_t position) {
-    const int64_t first = c->firsts[batch];
+    const int64_t first = first_of(c, batch);
     double *sums = s->keys + up(c->nk, TILE);
     if (position < first || position >= first + c->n_prefix) return;
     for (int64_t j = max64(first, s->lo[r]); j < min64(first + c->n_prefix, s->hi[r]); j++) {
@@ -536,9 +538,9 @@ static float weight_of_sink(const Call *c, int64_t batch, int64_t head, int64_t 
 /* By what the weights of a row of a known sum are multiplied to become final; what `lse` of the call holds. */
 static double final_factor(const Call *c, const Row *row, int64_t batch, int64_t head, int64_t query, double *lse) {
     if (c->normalizer == SOFTMAX) {
-        const double bits = log_sum_exp(c, row, batch, head, query);
+        const double bits = c->lse || c->sinks ? log_sum_exp(c, row, batch, head, query) : 0;
         *lse = bits * M_LN2;
-        return row->seen ? exp2(row->offset - bits) : 0;
+        return !row->seen ? 0 : c->sinks ? exp2(row->offset - bits) : 1 / row->total;
     }
     *lse = c->by_sum ? fabs(row->total) < FLT_MIN ? 1 : row->total : row->offset * M_LN2;
     if (c->by_sum) return 1 / *lse;
@@ -726,7 +728,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         to_row[EFFECTIVE_KEYS * all] = (float)(row->total * row->total / row->squares);
         to_row[DISTANCE * all] = (float)fmax(row->distance / row->total, 0);
         to_row[SPREAD * all] = (float)sqrt(row->spread / row->total);
-        to_row[SINK * all] = weight_on(s, r, c->firsts[batch]);
+        to_row[SINK * all] = weight_on(s, r, first_of(c, batch));
         to_row[SELF * all] = weight_on(s, r, position);
         to_row[PREVIOUS * all] = weight_on(s, r, position - 1);
         to_row[NEXT * all] = weight_on(s, r, position + 1);

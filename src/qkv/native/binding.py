@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 MULTIPLIED = {5: (torch.bfloat16,), 6: (torch.bfloat16, torch.float16)}
 """By level of `INSTRUCTIONS`, the dtypes that are multiplied without conversion to float32."""
-FEW_ROWS = 16
-"""Up to so many queries of a key head, keys and values are read in place (`decode.c`)."""
+FEW_ROWS, FEW_QUERIES, FEW_KEYS = 16, 8, 128
+"""Up to so many queries of a key head, keys and values are read in place (`decode.c`); but packed for more than
+`FEW_QUERIES` of one query head and up to `FEW_KEYS` keys, where packing is faster: 0.7 times as long for 16 of each."""
 LARGEST_SCORE = 1e28  # a masked pair has a score of −1e30
 LARGEST_MASK = 2**27  # bytes, one bit a pair: 32,000 queries and keys if `Mask.classify` knows nothing of the mask
 PADDING = 64  # numbers after a table of biases that the library may read
@@ -55,7 +56,7 @@ class Arguments(ctypes.Structure):
         *((name, I64 * 3) for name in ("qs", "ks", "vs")), ("scale", ctypes.c_float), ("threads", ctypes.c_int32),
         ("low", I64), ("high", I64), ("keep", P), ("cells", P), ("cs", I64 * 2), ("widest", I64),
         *((name, P) for name in ("bits", "visible", "visible_queries")), ("visible_heads", I64), ("biases", P),
-        ("n_biases", I64), ("counted", P), ("firsts", ctypes.POINTER(I64)), ("sinks", P), ("ss", I64 * 3),
+        ("n_biases", I64), ("counted", P), ("firsts", P), ("sinks", P), ("ss", I64 * 3),
         ("normalizer", I64), ("power", ctypes.c_float), ("by_sum", ctypes.c_int32), ("shift", P), ("hs", I64 * 3),
         ("divisor", P), ("ds", I64 * 3),
         ("norms", P), ("ns", I64 * 2), ("ranges", P), ("n_ranges", I64), ("range_batch", I64),
@@ -166,8 +167,12 @@ class Prepared:
     arguments: Arguments
     held: list[Any]
     """The tensors and arrays that pointers lead to."""
+    function: str
+    """The function of the library that computes it."""
     heads: int = 1
     """How many heads the mask tells apart."""
+    grad: bool = False
+    """Whether autograd records the call."""
 
     def with_tensors(self, **more: Any) -> Arguments:
         """Return the call's arguments and `more`: a tensor stands for a pointer to it, and None for none."""
@@ -179,7 +184,7 @@ class Prepared:
 
     def output(self) -> Tensor:
         """Return the tensor to which the output will be written."""
-        c, (q, *_) = self.arguments, self.held
+        c, q = self.arguments, self.held[0]
         out = torch.empty_like(q) if c.d == c.dv and q.is_contiguous() else q.new_empty((c.b, c.h, c.nq, c.dv))
         c.out = out.data_ptr()
         return out
@@ -199,11 +204,16 @@ def empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=CPU)
 
 
+def _in_place(heads: int, key_heads: int, n_queries: int, n_keys: int) -> bool:
+    """Return whether keys and values are read in place."""
+    return n_queries * heads <= FEW_ROWS * key_heads and (n_queries <= FEW_QUERIES or n_keys > FEW_KEYS)
+
+
 def products(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     """Return the dtype of a call in the library: that of q, k and v if they have one that the processor multiplies."""
     if q.dtype == torch.float32 or k.dtype != q.dtype or v.dtype != q.dtype:
         return torch.float32
-    many = q.shape[2] * q.shape[1] > FEW_ROWS * k.shape[1]
+    many = not _in_place(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     multiplied = MULTIPLIED.get(library().qkv_level(), ())  # type: ignore[union-attr]
     return q.dtype if many and q.dtype in multiplied else torch.float32
 
@@ -216,36 +226,45 @@ def _in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _layout(
-    band: tuple[float, float], q: Sequence[int], k: Sequence[int], v: Sequence[int], *strides: Sequence[int]
-) -> Arguments | None:
-    """Return the arguments for such tensors without pointers, or None if they do not fit together or are too wide."""
+    dtype: torch.dtype, scale: float | None, band: tuple[float, float], q: Sequence[int], k: Sequence[int],
+    v: Sequence[int], *strides: Sequence[int],
+) -> tuple[Arguments, str] | None:  # fmt: skip
+    """Return the arguments for such tensors without pointers, and the function that takes them.
+
+    None if the tensors do not fit together or are too wide.
+    """
     (b, h, n_queries, d), (_, key_heads, n_keys, dv) = q, v
     if k != (b, key_heads, n_keys, d) or v[0] != b or 0 in q or 0 in v or h % key_heads or max(d, dv) > LARGEST_HEAD:
         return None
     low, high = in_reach(band, n_queries + n_keys)  # the library allocates memory by its width
     qs, ks, vs = (x[:3] for x in strides)
-    return Arguments(
+    arguments = Arguments(
         b=b, h=h, hkv=key_heads, nq=n_queries, nk=n_keys, d=d, dv=dv, qs=qs, ks=ks, vs=vs, low=low, high=high, bin_q=1,
-        bin_k=1,
+        bin_k=1, scale=d**-0.5 if scale is None else scale,
     )  # fmt: skip
+    if dtype != torch.float32:
+        return arguments, f"qkv_attend_{str(dtype).removeprefix('torch.')}"
+    return arguments, "qkv_decode" if _in_place(h, key_heads, n_queries, n_keys) else "qkv_attend"
 
 
 def of_tensors(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[float, float], dtype: torch.dtype | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, band: tuple[float, float], dtype: torch.dtype | None = None
 ) -> Prepared | None:
     """Return dot products of tensors (b, h, n, d), times `scale`, in a band; None if the library cannot take them.
 
-    They are made in `dtype`, or as `products` says.
+    They are made in `dtype`, or as `products` says; `scale` is 1/√d if None.
     """
-    dtype = products(q, k, v) if dtype is None else dtype
-    q, k, v = _in_memory(q, dtype), _in_memory(k, dtype), _in_memory(v, dtype)
-    layout = _layout(band, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
-    if layout is None:
+    if dtype is None:
+        dtype = torch.float32 if q.dtype is torch.float32 else products(q, k, v)
+    if not (q.dtype is k.dtype is v.dtype is dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1):
+        q, k, v = _in_memory(q, dtype), _in_memory(k, dtype), _in_memory(v, dtype)
+    layout = _layout(dtype, scale, band, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    if layout is None or isinstance(library(), str):
         return None
-    arguments = Arguments.from_buffer_copy(layout)
+    arguments = Arguments.from_buffer_copy(layout[0])
     arguments.q, arguments.k, arguments.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    arguments.scale, arguments.threads = scale, torch.get_num_threads()
-    return Prepared(arguments, [q, k, v])
+    arguments.threads = torch.get_num_threads()
+    return Prepared(arguments, [q, k, v], layout[1])
 
 
 def prepared(call: Call, dtype: torch.dtype | None = None) -> Prepared:
@@ -268,6 +287,7 @@ def prepared(call: Call, dtype: torch.dtype | None = None) -> Prepared:
             power = 1 / (vars(normalizer)["alpha"] - 1)
             arguments.arguments.power = power
             arguments.arguments.normalizer += {1.0: 0, 2.0: 1}.get(power, 2)
+            arguments.function = arguments.function.replace("decode", "attend")  # levels need packed keys
         for name, strides_of, x in (("shift", "hs", call.shift), ("divisor", "ds", call.divisor)):
             if x is not None:
                 numbers = x.detach().float().expand(call.q.shape[:3])
@@ -327,24 +347,17 @@ def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h 
     arguments = prepared(call)
     out, lse = arguments.output(), empty(*call.q.shape[:3])
     arguments.with_tensors(lse=lse)
-    return (out.to(call.v.dtype), lse) if run(arguments) else None
+    return (out.to(call.v.dtype), lse) if run(arguments.function, arguments.arguments) else None
 
 
-def run(of: Prepared | Gradients) -> bool:
-    """Compute attention, or its gradients, by the function for the dtype and the number of rows of a key head.
+def run(function: str, arguments: Arguments | Gradients) -> bool:
+    """Compute attention, or its gradients, by a function of the library.
 
     False if a score or an output is not finite: the results are not to be used.
     """
-    compiled, c = library(), of.call if isinstance(of, Gradients) else of.arguments
-    assert not isinstance(compiled, str)
-    if isinstance(of, Gradients):
-        status: int = compiled.qkv_gradients(of)
-    elif of.held[0].dtype != torch.float32:
-        status = getattr(compiled, f"qkv_attend_{str(of.held[0].dtype)[6:]}")(c)
-    else:
-        few = c.nq * c.h <= FEW_ROWS * c.hkv and c.normalizer < NORMALIZERS.index("entmax")
-        status = (compiled.qkv_decode if few else compiled.qkv_attend)(c)
+    status: int = getattr(library(), function)(arguments)
     if status == 1:
+        c = arguments.call if isinstance(arguments, Gradients) else arguments
         raise MemoryError(f"attention of {c.nq} queries and {c.nk} keys needs more memory than there is")
     return status == 0
 
@@ -380,6 +393,8 @@ OF_QUERIES = (
     "first_contribution",
 )  # fmt: skip
 """The first numbers of each query that the library writes; the masses of ranges follow."""
+POINTED = ("lse", "received", "visible", "visible_queries")
+"""The numbers after these, to which the arguments have pointers."""
 
 
 def row_state(call: Call, numbers: Float[Tensor, "b h nq"]) -> RowState:
@@ -451,31 +466,34 @@ def attend_and_measure(
 
 
 def measured(
-    prepared_call: Prepared, *, output: bool, firsts: Sequence[int]
+    prepared_call: Prepared, *, output: bool, firsts: Sequence[int] = ()
 ) -> tuple[Tensor | None, Statistics] | None:
     """Compute the output if it is wanted, and statistics; None if a score or an output is not finite."""
-    c = prepared_call.arguments
-    size, places = _places(c.b, c.h, prepared_call.heads, c.nq, c.nk, c.n_ranges)
-    numbers, out = empty(size), prepared_call.output() if output else None
-    start = numbers.data_ptr()
-    c.rows, c.visible_heads, c.firsts = start, prepared_call.heads, (I64 * c.b)(*firsts)
-    c.lse, c.received = start + 4 * places["lse"][2], start + 4 * places["received"][2]
-    c.visible, c.visible_queries = start + 4 * places["visible"][2], start + 4 * places["visible_queries"][2]
-    return (out, Statistics._of(numbers, places)) if run(prepared_call) else None
+    c, like = prepared_call.arguments, prepared_call.held[0]
+    size, places, at = _places(c.b, c.h, prepared_call.heads, c.nq, c.nk, c.n_ranges)
+    numbers = like.new_empty(size) if like.dtype is torch.float32 else empty(size)
+    out = prepared_call.output() if output else None
+    c.rows = start = numbers.data_ptr()
+    c.lse, c.received, c.visible, c.visible_queries = start + at[0], start + at[1], start + at[2], start + at[3]
+    c.visible_heads = prepared_call.heads
+    if any(firsts):
+        prepared_call.with_tensors(firsts=torch.tensor(firsts, device=CPU))
+    return (out, Statistics._of(numbers, places)) if run(prepared_call.function, c) else None
 
 
 @functools.lru_cache(maxsize=64)
 def _places(
     b: int, h: int, heads: int, n_queries: int, n_keys: int, n_ranges: int
-) -> tuple[int, dict[str | int, Place]]:
-    """Return how many numbers the library writes, and the place of each field of `Statistics` in them."""
+) -> tuple[int, dict[str | int, Place], tuple[int, ...]]:
+    """Return how many numbers the library writes, the place of each field of `Statistics` in them, and where, in bytes,
+    those begin that have pointers of their own."""
     size, places = 0, dict[str | int, Place]()
-    for name in (*OF_QUERIES, *range(n_ranges), "lse", "received", "visible", "visible_queries"):
+    for name in (*OF_QUERIES, *range(n_ranges), *POINTED):
         n = n_keys if name in ("received", "visible_queries") else n_queries
         own = heads if name in ("visible", "visible_queries") else h
         places[name] = (b, h, n), (own * n, n if own == h else 0, 1), size
         size += b * own * n
-    return size, places
+    return size, places, tuple(4 * places[name][2] for name in POINTED)
 
 
 def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:

@@ -311,7 +311,7 @@ static float weight_of_key(const Keys *u, int64_t r, int64_t key) {
 /* Write the statistics of the queries of one head, from final weights. Returns whether all are finite. */
 static int finish_head(const Call *c, const Keys *u, int64_t batch, int64_t head, int64_t g, Row *const *rows,
                        int64_t team) {
-    const int64_t bh = batch * c->h + head, all = c->b * c->h * c->nq, first = c->firsts[batch];
+    const int64_t bh = batch * c->h + head, all = c->b * c->h * c->nq, first = first_of(c, batch);
     const int64_t ends = (c->range_batch ? c->b : 1) * c->nq;
     const float *norms = c->norms ? c->norms + batch * c->ns[0] + head * c->ns[1] : NULL;
     float *prefix = c->prefix + bh * c->n_prefix, *seen = prefix + c->b * c->h * c->n_prefix;

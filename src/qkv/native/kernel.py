@@ -13,8 +13,7 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv.biases import Bias, ByDistance, SingleTensorBias
 from qkv.engine.call import Call, Result, RowState, as_mask, detached
-from qkv.engine.sizes import recorded
-from qkv.engine.transforms import Results, differentiable, differentiable_call, transforming
+from qkv.engine.transforms import Results, differentiable, differentiable_call, plain_torch
 from qkv.masks import Grid, Mask
 from qkv.native import binding
 from qkv.native.binding import (
@@ -23,7 +22,6 @@ from qkv.native.binding import (
     Gradients,
     Prepared,
     empty,
-    library,
     of_tensors,
     prepared,
     ranges_of,
@@ -32,6 +30,7 @@ from qkv.native.binding import (
 from qkv.partial import Partial
 
 PLAIN = (Tensor, torch.nn.Parameter)
+EVERYWHERE = (-math.inf, math.inf)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEAR = {"self_": 0, "previous": -1, "next_": 1}
 ROWS = {"entropy": "entropy", "effective_keys": "effective", "distance": "distance"}
@@ -64,7 +63,7 @@ def row_state(call: Call) -> RowState | None:
     """Return the state of the rows of a detached call; None if a score is not finite."""
     arguments, numbers = prepared(call), empty(*call.q.shape[:3])
     arguments.with_tensors(lse=numbers)
-    return binding.row_state(call, numbers) if run(arguments) else None
+    return binding.row_state(call, numbers) if run(arguments.function, arguments.arguments) else None
 
 
 def directly(
@@ -76,43 +75,41 @@ def directly(
     The mask is a band in which each query sees its own position. A bias is one by distance, if no gradients are wanted,
     as with `no_grad`.
     """
-    if recorded() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+    if not (plain_torch() and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         return None
-    if not (q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
+    if not (q.is_cpu and k.is_cpu and v.is_cpu and q.layout is k.layout is v.layout is torch.strided) or q.is_nested:
         return None
-    if not (q.is_cpu and k.is_cpu and v.is_cpu) or isinstance(library(), str):
+    if not (q.dtype is k.dtype is v.dtype and q.dtype in DTYPES and q.ndim == k.ndim == v.ndim == 4):
         return None
-    if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or q.shape[3] == 0:
-        return None
-    if transforming() or torch._C._len_torch_dispatch_stack() > 0 or torch.is_autocast_enabled("cpu"):
-        return None
-    low, high = -math.inf, math.inf
+    band = EVERYWHERE
     if mask is not None:
-        if not isinstance(mask, Mask) or mask.band is None or overrides(mask, Mask, "check") or as_mask(mask) is None:
+        if not isinstance(mask, Mask) or overrides(mask, Mask, "check") or as_mask(mask) is None:
             return None
-        low, high = mask.band
-    (n_queries, d), n_keys = q.shape[2:], k.shape[2]
-    if low > 0 or high < 0 or (mask is not None and n_queries > n_keys):
+        if (near := mask.band) is None or near[0] > 0 or near[1] < 0 or q.shape[2] > k.shape[2]:
+            return None
+        band = near
+    arguments = of_tensors(q, k, v, scale, band)
+    if arguments is None:
         return None
-    scale = d**-0.5 if scale is None else scale
-    arguments = of_tensors(q, k, v, scale, (low, high))
-    grad = not no_grad and tracked(q, k, v)
-    if arguments is None or bias is None:  # NaN in a key that no query sees must not reach gradients
-        return None if grad and n_keys - n_queries > high else arguments
-    if not isinstance(bias, Bias) or bias.depends_on_query or bias.value_table is not None or grad:
+    arguments.grad = not no_grad and tracked(q, k, v)
+    if bias is None:  # NaN in a key that no query sees must not reach gradients
+        return None if arguments.grad and k.shape[2] - q.shape[2] > band[1] else arguments
+    if arguments.grad or not isinstance(bias, Bias) or bias.depends_on_query or bias.value_table is not None:
         return None
-    grid = Grid.of(n_queries, n_keys, q.shape[0], q.shape[1], CPU)
+    grid = Grid.of(q.shape[2], k.shape[2], q.shape[0], q.shape[1], CPU)
     bias.check(grid)
-    bound = bias.bind(q, grid, scale)
-    if type(bound) is not ByDistance or (tracked(bound.tensor) and not no_grad) or not binding.bias_is_finite(bound):
+    bound = bias.bind(q, grid, q.shape[3] ** -0.5 if scale is None else scale)
+    if type(bound) is not ByDistance or not binding.bias_is_finite(bound):
+        return None
+    if bound.tensor.requires_grad and torch.is_grad_enabled() and not no_grad:
         return None
     arguments.with_biases((bound,))
     return arguments
 
 
-def tracked(*tensors: Tensor) -> bool:
+def tracked(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether autograd records what is computed from the tensors."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def plain(
@@ -125,17 +122,17 @@ def plain(
     arguments = directly(q, k, v, mask, bias, scale)
     if arguments is None:
         return None
-    if not tracked(q, k, v):
+    if not arguments.grad:
         out = arguments.output()
-        if not run(arguments):
+        if not run(arguments.function, arguments.arguments):
             return None
-        return out if q.dtype == torch.float32 else out.to(q.dtype)
+        return out if out.dtype is q.dtype else out.to(q.dtype)
     if arguments.held[0].dtype != q.dtype:
         wide = plain(q.float(), k.float(), v.float(), mask, bias, scale)
         return None if wide is None else wide.to(q.dtype)
     out, lse = arguments.output(), empty(*q.shape[:3])
     c = arguments.with_tensors(lse=lse)
-    if not run(arguments):
+    if not run(arguments.function, c):
         return None
 
     def backward(tensors: dict[str, Tensor], results: Results, more: Results, grads: Results, wanted: set[str]) -> Any:
@@ -199,7 +196,7 @@ def _gradients(
     scores.dq, scores.dk = gradients["q"].data_ptr(), gradients["k"].data_ptr()
     out = None if out is None else out.float().contiguous()
     scores.call = prepared_call.with_tensors(lse=lse.float().contiguous(), out=out)
-    run(scores)
+    run("qkv_gradients", scores)
     return gradients
 
 

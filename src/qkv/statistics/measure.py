@@ -145,9 +145,9 @@ def directly(
     if not isinstance(q, Tensor) or (plain := dot_softmax(score, normalizer, q, bias)) is None or plain[1] is not None:
         return None
     arguments = native_kernel.directly(q, k, v, mask, bias, plain[0], no_grad=not output)
-    if arguments is None or (output and native_kernel.tracked(q, k, v)):
+    if arguments is None or arguments.grad:
         return None
-    measurement = binding.measured(arguments, output=output, firsts=[0] * q.shape[0])
+    measurement = binding.measured(arguments, output=output)
     if measurement is None or measurement[0] is None or v.dtype == torch.float32:
         return measurement
     return measurement[0].to(v.dtype), measurement[1]
