@@ -40,7 +40,7 @@ CHROMIUM = "--headless --no-sandbox --disable-gpu --no-first-run --disable-backg
 
 
 def pictures() -> None:
-    """Figures of a trained BERT, and a screenshot of the beginning of a report on SmolLM2."""
+    """Figures of a trained BERT, and a screenshot of the first screen of a report on SmolLM2."""
     figures = DOCS / "figures"
     figures.mkdir(exist_ok=True)
     profile = qkv.profile("minilm", default_text())
@@ -56,7 +56,7 @@ def pictures() -> None:
         assert cli.main(asked) == 0
         report = Path(folder) / "report.html"
         shot = f"--screenshot={figures / 'report.png'}"
-        size = ["--window-size=1280,1800", "--virtual-time-budget=6000", f"--user-data-dir={folder}/chromium"]
+        size = ["--window-size=1280,720", "--virtual-time-budget=6000", f"--user-data-dir={folder}/chromium"]
         subprocess.run([browser, *CHROMIUM.split(), *size, shot, report.as_uri()], check=True, capture_output=True)
     (figures / "report.png").write_bytes(small((figures / "report.png").read_bytes()))
 

@@ -36,7 +36,7 @@ SHOTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "compare": ("compare", {}, {}),
     "align": ("align", {"view": "translation"}, {}),
     "captions": ("align", {"view": "captions", "scene": 9, "word": 1}, {}),
-    "dark": ("wall", {}, {"color_scheme": "dark", "device_scale_factor": 1.5}),
+    "dark": ("overview", {}, {"color_scheme": "dark", "device_scale_factor": 1.5}),
     "phone": ("text", {"pins": 28}, {"viewport": PHONE, "has_touch": True}),
 }
 

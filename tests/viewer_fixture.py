@@ -191,6 +191,13 @@ def js(page: Page, name: str, argument: Any = None) -> Any:
     return page.evaluate(f"(argument) => {CHECKS}.{name}(argument)", argument)
 
 
+def inaccessible(page: Page) -> list[str]:
+    """What axe-core finds wrong in a page: the rule, and the first element that breaks it."""
+    axe = pytest.importorskip("axe_playwright_python", reason="the rules of accessibility come with axe-core")
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
+    return page.evaluate("axe.run().then((x) => x.violations.map((one) => `${one.id}: ${one.nodes[0].html}`))")
+
+
 def rested(page: Page) -> None:
     """Wait until a page of the viewer, or a report, says that nothing is pending."""
     js(page, "frame")

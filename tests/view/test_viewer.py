@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ from viewer_fixture import (
     eventually,
     floats,
     hostile,
+    inaccessible,
     overflow,
     percent,
     plain,
@@ -92,6 +94,9 @@ def test_every_page_has_names_contrast_focus_and_no_motion_if_reduced(view: Open
             break
     assert len(seen) > 3
     assert [name for name, visible in seen if name and not visible] == []
+    for scheme in ("light", "dark"):
+        one.page.emulate_media(color_scheme=scheme)
+        assert inaccessible(one.settled().page) == []
 
 
 def test_no_page_overflows_on_a_phone(tab: Opens, mini: Served) -> None:
@@ -630,6 +635,9 @@ def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callabl
     assert page.locator(".curve .reference").first.get_attribute("d"), "uniform attention is drawn beside the entropy"
     assert page.locator("img").count() == 0
     assert page.evaluate("document.documentElement.dataset.pwned ?? null") is None
+    assert inaccessible(page) == []
+    page.emulate_media(color_scheme="dark")
+    assert inaccessible(page) == []
 
 
 def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> None:
@@ -684,6 +692,9 @@ def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path) -> Non
         "(all) => all.map((x) => [x.dataset.layer, x.dataset.head])"
     )
     assert [int(layer) * len(profile.data["head"]) + int(head) for layer, head in shown] == list(first.heads)
+    with page.expect_download() as download:
+        page.click('#maps [data-kind="svg"]')
+    assert ElementTree.fromstring(Path(download.value.path()).read_bytes()).tag.endswith("svg")
     page.click('[data-key="sort-sink"]')
     best = heads.loc[heads["sink"].idxmax()]
     assert page.inner_text("#head-table tbody th >> nth=0") == f"L{best['layer']} · H{best['head']}"

@@ -4,7 +4,7 @@ import { colourOf } from "./colour.js";
 import { svg } from "./dom.js";
 import { visible } from "./numbers.js";
 
-const MARGIN = 24, GAP = 18; // around the picture, and between its elements
+const PADDING = 24, BETWEEN = 18; // around the picture, and between its elements
 const LARGEST = 16_000; // pixels a side that every browser's canvas can hold
 const CONTROLS = "select, input, textarea, .quiet"; // are left out
 const PAINT = [ // properties that style sheets may give to the parts of a drawing
@@ -15,7 +15,7 @@ const EDGES = { // the ends of the borders of a box
   Left: ({ left, top, bottom }) => [left, top, left, bottom], Right: ({ right, top, bottom }) => [right, top, right, bottom],
 };
 const EVERYWHERE = { left: -Infinity, top: -Infinity, right: Infinity, bottom: Infinity };
-const ruler = document.createElement("canvas").getContext("2d");
+const pen = document.createElement("canvas").getContext("2d");
 
 /**
  * An SVG file as a string: a title and a note above `elements` of the page as they look on the screen, one below the other.
@@ -23,14 +23,14 @@ const ruler = document.createElement("canvas").getContext("2d");
  */
 export function pictureOf({ elements, title, note = "" }) {
   const boxes = elements.map((element) => element.getBoundingClientRect());
-  const width = Math.ceil(Math.max(...boxes.map((box) => box.width))), height = Math.ceil(boxes.reduce((sum, box) => sum + box.height + GAP, -GAP));
+  const width = Math.ceil(Math.max(...boxes.map((box) => box.width))), height = Math.ceil(boxes.reduce((sum, box) => sum + box.height + BETWEEN, -BETWEEN));
   const titles = wrapped(title, Math.max(Math.floor(width / 9.8), 18)), notes = note ? wrapped(note, Math.max(Math.floor(width / 6.4), 24)) : [];
-  const head = titles.length * 21 + notes.length * 17 + 14, whole = { width: width + 2 * MARGIN, height: height + head + 2 * MARGIN };
-  const line = (words, y, attributes) => svg("text", { x: MARGIN, y: MARGIN + 14 + y, ...attributes }, words);
-  let top = MARGIN + head;
+  const head = titles.length * 21 + notes.length * 17 + 14, whole = { width: width + 2 * PADDING, height: height + head + 2 * PADDING };
+  const line = (words, y, attributes) => svg("text", { x: PADDING, y: PADDING + 14 + y, ...attributes }, words);
+  let top = PADDING + head;
   const parts = elements.map((element, at) => {
-    const part = svg("g", { transform: `translate(${MARGIN - boxes[at].left} ${top - boxes[at].top})` }, [...drawn(element, EVERYWHERE)]);
-    top += boxes[at].height + GAP;
+    const part = svg("g", { transform: `translate(${PADDING - boxes[at].left} ${top - boxes[at].top})` }, [...drawn(element, EVERYWHERE)]);
+    top += boxes[at].height + BETWEEN;
     return part;
   });
   const drawing = svg("svg", { ...whole, viewBox: `0 0 ${whole.width} ${whole.height}`, "font-family": getComputedStyle(document.body).fontFamily },
@@ -88,8 +88,8 @@ function* printed(node, style, seen) {
     if (last?.top === top) Object.assign(last, { text: `${last.text} ${word}`, left: Math.min(last.left, left), right: Math.max(last.right, right) });
     else lines.push({ text: word, left, top, right, bottom });
   }
-  ruler.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
-  const ascent = ruler.measureText("x").fontBoundingBoxAscent;
+  pen.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+  const ascent = pen.measureText("x").fontBoundingBoxAscent;
   const font = { fill: style.color, "font-family": style.fontFamily, "font-size": style.fontSize, "font-weight": style.fontWeight, "font-style": style.fontStyle };
   for (const { text, left, top, right, bottom } of lines)
     yield turned

@@ -152,7 +152,7 @@ export class LiveHeads {
     replace(this.quick,
       h("span", { class: "live-count" }, this.selected.size === 1 ? shortName([...this.selected][0]) : `${this.selected.size} heads`),
       button("all", "All", all), button("layer", `Layer ${layer}`, all.filter((at) => headAt(at)[0] === layer)),
-      button("sinks", `Sinks (${sinks.length})`, sinks, "Heads with more than 30 % on the first token"),
+      button("sinks", `First token > 30 % (${sinks.length})`, sinks, "Heads whose mean weight on the first token, over all later tokens, is above 30 %"),
       h("button", { type: "button", class: "quiet live-small live-reset", "data-key": "reset", disabled: !this.edits.size, onclick: () => this.#reset() }, "Reset"));
   }
 

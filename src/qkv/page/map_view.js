@@ -410,6 +410,7 @@ export class MapView {
       store.want(this.wanted(layout), this.level);
       paintTiles(context, { layout, content, ratio: this.ratio, zoom: this.level });
     }
+    this.overlay.parentElement?.style.setProperty("--stage", `${this.width}px`);
     this.overlay.replaceChildren(...this.marks(layout));
     this.listeners.onframe(layout);
   }

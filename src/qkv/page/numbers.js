@@ -43,6 +43,9 @@ export function weightWords(weight) {
   return `${digits}\u00a0·\u00a010${Array.from(power.replace("+", ""), (digit) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(digit)]).join("")}\u00a0%`;
 }
 
+/** The same in a list of weights, where those below 0.01 % need no digits. */
+export const shareWords = (weight) => (weight > 0 && weight < 1e-4 ? "<\u00a00.01\u00a0%" : weightWords(weight));
+
 /** A number with its unit and at most two decimals. */
 export function written(value, unit) {
   if (value === null || Number.isNaN(value)) return "–";

@@ -84,6 +84,14 @@ export class Reading {
     this.readout.textContent = this.hint();
   }
 
+  /** Scroll to a token, and make it the query if it can be one. */
+  reveal(at) {
+    this.flow.setCurrent(at);
+    this.flow.reveal(at);
+    if (this.exact && !this.shown.view.queries) this.choose(at);
+    else this.point(at);
+  }
+
   choose(query) {
     this.onquery(query);
     return this.ask(query);

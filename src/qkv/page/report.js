@@ -1,9 +1,10 @@
 // The report: its state, and one function per part of the page. All data is in the HTML file.
 
-import { integer, percent, short, written } from "./numbers.js";
+import { integer, named, percent, short, written } from "./numbers.js";
 import { looks, themeButton, useLooks } from "./colour.js";
-import { HeadCurves, KIND, allHeads, factsOf, headCard, headName, headTitle, labelOf, markHead, meaningOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
+import { HeadCurves, KIND, allHeads, factsOf, headCard, headName, headTitle, labelOf, largestFirst, markHead, meaningOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
+import { download, pictureOf, pngOf } from "./export.js";
 import { findingTiles, leadOf } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
@@ -15,7 +16,7 @@ const $ = (id) => document.getElementById(id);
 const PAGE = JSON.parse($("page").textContent);
 useLooks(PAGE);
 
-const state = { group: PAGE.main, text: 0, statistic: "sink", layer: 0, head: 0, sort: "target_share", descending: true, all: false };
+const state = { group: PAGE.main, text: 0, statistic: "sink", layer: 0, head: 0, sort: "type", descending: true, all: false };
 const group = () => PAGE.groups[state.group];
 const view = () => group().texts[state.text];
 
@@ -134,7 +135,7 @@ $("reading").append(textReading.element);
 $("text").append(textReading.pane);
 
 function sinks() {
-  const parts = sinkFigures(PAGE, state.group);
+  const parts = sinkFigures(PAGE, state.group, { select: (layer, head) => { select(layer, head); $("one").scrollIntoView({ block: "start" }); } });
   $("sinks").hidden = !parts.length;
   $("sink-figures").replaceChildren(...parts);
 }
@@ -143,9 +144,10 @@ function sinks() {
 
 function headTable() {
   const { heads: columns } = view(), g = group(), shown = 12;
-  const names = ["target_share", ...statisticsOf(view()).filter((name) => looks.statistics[name].table)];
+  const names = ["type", "target_share", ...statisticsOf(view()).filter((name) => looks.statistics[name].table)];
   const order = columns.entropy.map((_, index) => index);
-  if (state.sort === "head") { if (state.descending) order.reverse(); }
+  if (state.sort === "type") order.splice(0, order.length, ...bestOfTypes(g));
+  else if (state.sort === "head") { if (state.descending) order.reverse(); }
   else order.sort((a, b) => {
     const [x, y] = [columns[state.sort][a], columns[state.sort][b]];
     if (x === null || y === null) return (x === null) - (y === null) || a - b; // heads without this value come last
@@ -157,20 +159,26 @@ function headTable() {
       state.sort = name;
       headTable();
     } }, label));
-  const label = (name) => (name === "target_share" ? "Attends to" : labelOf(g, name));
+  const label = (name) => (name === "type" ? "Type" : name === "target_share" ? "Attends to" : labelOf(g, name));
   const rows = (state.all ? order : order.slice(0, shown)).map((index) => {
     const l = Math.floor(index / g.heads.length), k = index % g.heads.length;
     return h("tr", {}, h("th", { scope: "row" }, h("button", { type: "button", class: "link", onclick: () => { select(l, k); $("one").scrollIntoView({ block: "start" }); } }, headName(g, l, k))),
-      names.map((name) => (name === "target_share" ? h("td", { class: "words" }, columns.goes_to[index]) : h("td", {}, written(columns[name][index], looks.statistics[name].unit)))));
+      names.map((name) => (name === "type" ? h("td", { class: "words" }, g.types.type[index]) : name === "target_share" ? h("td", { class: "words" }, columns.goes_to[index]) : h("td", {}, written(columns[name][index], looks.statistics[name].unit)))));
   });
   replace(
     $("head-table"),
-    h("p", { class: "meaning" }, "Sorted by the share of the weight on one target. Select a column to sort by it."),
+    h("p", { class: "meaning" }, "First the two clearest heads of each type. Select a column to sort by it."),
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of heads" }, h("table", {},
       h("thead", {}, h("tr", {}, heading("head", "Head"), names.map((name) => heading(name, label(name))))),
       h("tbody", {}, rows))),
     order.length > shown ? h("button", { type: "button", class: "quiet more", "data-key": "more", onclick: () => { state.all = !state.all; headTable(); } }, state.all ? "Show fewer" : `Show all ${integer(order.length)} heads`) : "",
   );
+}
+
+/** All rows, first the two with the largest scores of each type; the types in the order of the key. */
+function bestOfTypes({ types }) {
+  const rows = types.type.map((_, row) => row), best = PAGE.roles.filter(({ name }) => types[name]).flatMap(({ name }) => largestFirst(rows.filter((row) => types.type[row] === name), types[name]).slice(0, 2));
+  return [...best, ...rows.filter((row) => !best.includes(row))];
 }
 
 function tokenTable() {
@@ -181,7 +189,7 @@ function tokenTable() {
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of tokens" }, h("table", { class: "token-table" },
       h("thead", {}, h("tr", {}, ["Token", "Share", "Times", "Lift"].map((name) => h("th", { scope: "col", "data-tip": name === "Lift" ? "share of the attention / share of the text" : null }, name)))),
       h("tbody", {}, tokens.token.slice(0, 12).map((token, index) => h("tr", {},
-        h("th", { scope: "row" }, h("code", {}, token.trim() ? token : JSON.stringify(token))),
+        h("th", { scope: "row" }, h("button", { type: "button", class: "link", "data-tip": "show it in the text", onclick: () => { textReading.reveal(tokens.position[index]); $("text").scrollIntoView({ block: "center" }); } }, h("code", {}, named(token)))),
         h("td", { class: "barred" }, h("i", { style: { width: `${(100 * tokens.share[index]) / most}%` } }), h("span", {}, percent(tokens.share[index]))),
         h("td", {}, integer(tokens.count[index])), h("td", {}, `${tokens.lift[index] >= 10 ? integer(tokens.lift[index]) : tokens.lift[index].toFixed(1)} ×`)))))),
   );
@@ -212,6 +220,15 @@ function everything() {
   return selected();
 }
 
+/** Buttons that save the figures of a section as they look. */
+function saves(section, title, ...parts) {
+  const save = (kind) => async () => {
+    const drawing = pictureOf({ title: `${PAGE.attrs.model || "Attention profile"} · ${title}`, elements: parts.map((part) => part()).filter((part) => part.getClientRects().length) });
+    download(`${title.replace(/\W+/g, "-")}.${kind}`, kind === "svg" ? new Blob([drawing], { type: "image/svg+xml" }) : await pngOf(drawing));
+  };
+  $(section).append(h("p", { class: "saves" }, `Save ${title} as `, ["svg", "png"].map((kind) => h("button", { type: "button", class: "link", "data-kind": kind, onclick: save(kind) }, kind.toUpperCase()))));
+}
+
 function trouble(error) {
   const text = typeof DecompressionStream === "undefined"
     ? "This browser cannot unpack the report's data (it lacks DecompressionStream). Please open it in a browser of 2023 or later."
@@ -226,6 +243,11 @@ onUncaught(trouble);
 try {
   if (!readAddress()) Object.assign(state, firstHead(group()));
   addEventListener("hashchange", () => { if (readAddress()) counted(everything()).catch(trouble); });
+  saves("maps", "the maps of all heads", () => mapsSection.wall.box, () => mapsSection.wall.controls);
+  saves("one", "this head", () => $("big-map"), () => $("card"), () => $("detail"));
+  saves("heads", "every head", () => $("grid-box"), () => $("by-layer"));
+  saves("sinks", "these figures", () => $("sink-figures"));
+  saves("read", "the text", () => $("reading"), () => $("text"));
   themeButton($("theme"), () => { everything(); mapsSection.recolour(); });
   tooltips(document, $("tip"));
   counted(everything()).catch(trouble);

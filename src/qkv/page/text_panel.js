@@ -2,7 +2,7 @@
 
 import { choice } from "./charts.js";
 import { h, replace } from "./dom.js";
-import { integer, named, weightWords } from "./numbers.js";
+import { integer, named, shareWords } from "./numbers.js";
 
 const LISTED = 8, SPOKEN = 3; // number of weights
 
@@ -28,24 +28,24 @@ function weightList({ side, title, note, largest, tokens, ongo }) {
   return h("section", { class: `text-ties ${side}` },
     h("h3", {}, h("i", {}), title),
     largest.top.length ? h("ol", {}, largest.top.map(([at, weight]) =>
-      h("li", {}, h("button", { type: "button", "data-key": `${side}-${at}`, onclick: () => ongo(at), "aria-label": `${named(tokens[at])}, token ${at}, ${weightWords(weight)}; go there` },
-        h("bdi", {}, named(tokens[at])), h("small", {}, integer(at)), h("b", {}, weightWords(weight)),
+      h("li", {}, h("button", { type: "button", "data-key": `${side}-${at}`, onclick: () => ongo(at), "aria-label": `${named(tokens[at])}, token ${at}, ${shareWords(weight)}; go there` },
+        h("bdi", {}, named(tokens[at])), h("small", {}, integer(at)), h("b", {}, shareWords(weight)),
         h("s", { style: { width: `${(100 * weight) / most}%` } }))))) : h("p", { class: "text-note" }, "no token"),
-    others > 0 && largest.rest > 0 ? h("p", { class: "text-note" }, side === "to" ? `the other ${integer(others)}: ${weightWords(largest.rest)}` : `the other ${integer(others)}: ${weightWords(largest.rest / others)} each on average`) : null,
+    others > 0 && largest.rest > 0 ? h("p", { class: "text-note" }, side === "to" ? `the other ${integer(others)}: ${shareWords(largest.rest)}` : `the other ${integer(others)}: ${shareWords(largest.rest / others)} each on average`) : null,
     note ? h("p", { class: "text-note" }, note) : null);
 }
 
 /** The panel of a token {side, at}. `weights`: TextWeights; `ongo(side, position)` scrolls to a token. */
 export function tokenPanel(token, weights, ongo) {
   const { crossed, weightless, text, queries, received } = weights, tokens = weights.tokensOf(token.side), own = weights.ofToken(token);
-  const receives = !crossed || token.side === "key" ? ` · receives ${weightWords(received[token.at])}` : "";
+  const receives = !crossed || token.side === "key" ? ` · receives ${shareWords(received[token.at])}` : "";
   const head = h("header", { class: "text-token" }, h("h2", {}, h("bdi", {}, `“${named(tokens[token.at])}”`)),
     h("p", {}, `${crossed ? token.side : "token"} ${integer(token.at)} of ${integer(tokens.length)}${receives}`));
   if (!own) return [head, h("p", { class: "text-note" }, weightless ? text.map.why : "…")];
   const lists = [];
   if (own.to) {
     const largest = largestWeights(own.to, LISTED);
-    lists.push(weightList({ side: "to", title: "attends to", largest, tokens: text.keys, ongo: (at) => ongo("key", at), note: largest.total < 0.99 ? `on no token: ${weightWords(1 - largest.total)}` : null }));
+    lists.push(weightList({ side: "to", title: "attends to", largest, tokens: text.keys, ongo: (at) => ongo("key", at), note: largest.total < 0.99 ? `on no token: ${shareWords(1 - largest.total)}` : null }));
   }
   if (own.from) lists.push(weightList({ side: "from", title: "attended by", largest: largestWeights(own.from, LISTED), tokens: queries, ongo: (at) => ongo("query", at) }));
   return [head, h("div", { class: "text-both" }, lists)];
@@ -55,7 +55,7 @@ export function tokenPanel(token, weights, ongo) {
 export function tokenSentence(token, weights) {
   const own = weights.ofToken(token), name = `${named(weights.tokensOf(token.side)[token.at])}, token ${token.at}`;
   if (!own) return weights.weightless ? name : "";
-  const list = (values, tokens) => largestWeights(values, SPOKEN).top.map(([at, weight]) => `${named(tokens[at])} ${weightWords(weight)}`).join(", ");
+  const list = (values, tokens) => largestWeights(values, SPOKEN).top.map(([at, weight]) => `${named(tokens[at])} ${shareWords(weight)}`).join(", ");
   return [name, own.to && `attends to ${list(own.to, weights.text.keys)}`, own.from && `attended by ${list(own.from, weights.queries)}`].filter(Boolean).join("; ");
 }
 
@@ -66,9 +66,9 @@ export function tokenSentence(token, weights) {
 function linkList({ links, heads, tokens, onfollow, ongo }) {
   return h("ul", { class: "text-links" }, links.keys.map((position, head) => [position, head, links.weights[head]]).map(([position, head, weight]) =>
     h("li", {}, h("span", {}, `H${heads[head]}`),
-      h("button", { type: "button", class: "text-go", "data-key": `link-${head}`, onclick: () => ongo(position), "aria-label": `Head ${heads[head]}: ${named(tokens[position])}, token ${position}, ${weightWords(weight)}; go there` },
+      h("button", { type: "button", class: "text-go", "data-key": `link-${head}`, onclick: () => ongo(position), "aria-label": `Head ${heads[head]}: ${named(tokens[position])}, token ${position}, ${shareWords(weight)}; go there` },
         h("bdi", {}, named(tokens[position])), h("small", {}, integer(position))),
-      h("b", {}, weightWords(weight)),
+      h("b", {}, shareWords(weight)),
       onfollow ? h("button", { type: "button", class: "text-follow", "data-key": `follow-${head}`, "aria-label": `Follow head ${heads[head]} to ${named(tokens[position])} one layer down`, title: "Follow: one layer down, at this token", onclick: () => onfollow(head, position) }, "follow ↓") : null)));
 }
 

@@ -44,7 +44,7 @@ def render(profile: Profile, comparison: Comparison | None = None) -> str:
     parts = {
         "title": html.escape(f"{profile.attrs.get('model', 'Model')} · attention profile"),
         "policy": (
-            f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
+            f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data: blob:; "
             "base-uri 'none'; form-action 'none'"
         ),
         "comparison": "" if comparison is None else _compared(comparison),

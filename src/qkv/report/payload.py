@@ -164,7 +164,7 @@ def _view(one: xr.Dataset, views: int, found: Findings) -> tuple[dict[str, Any],
         "shares": {name: _plain(part[0].ravel().tolist()) for name, part in tables.destinations(one).items()},
         "keys": keys,
         "queries": None if keys == queries else queries,
-        "tokens": {name: _plain(tokens[name].tolist()) for name in ("token", "share", "count", "lift")},
+        "tokens": {name: _plain(tokens[name].tolist()) for name in ("token", "share", "count", "lift", "position")},
         "bins": bins,
         "arrays": index,
     }
