@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qkv.attention import Attention, attend
 from qkv.biases import Bias
-from qkv.engine.call import Call
+from qkv.engine import Call
 from qkv.errors import InputError, at_least_one
 from qkv.figures.layout import COLOURS, MUTED, WARM, Drawing, chart, colour_bar, heat, place, png_of, titled
 from qkv.masks import Mask, Region
