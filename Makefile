@@ -110,8 +110,8 @@ GPU_PYTHON  ?= python3
 GPU_VERSION ?= 3.12
 GPU_TESTS   ?= gpu-tests.txt
 GPU_LIBS    := jaxtyping wadler-lindig cachetools xxhash rich markdown-it-py mdurl pygments tyro typeguard docstring-parser \
-	safetensors xarray zarr numcodecs donfig google-crc32c typing-extensions pandas python-dateutil six pytz tzdata \
-	pyyaml packaging pytest iniconfig pluggy hypothesis sortedcontainers attrs beartype
+	safetensors xarray typing-extensions pandas python-dateutil six pytz tzdata \
+	packaging pytest iniconfig pluggy hypothesis sortedcontainers attrs beartype
 
 gpu-libs:  ## download what a machine with a card, but without a package registry, may lack into .gpu
 	$(PYTHON) -m pip install --quiet --target .gpu --upgrade --no-deps --only-binary=:all: --python-version $(GPU_VERSION) $(GPU_LIBS)

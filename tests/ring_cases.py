@@ -289,7 +289,7 @@ def lost(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    import zarr  # noqa: F401
+    import safetensors.numpy  # noqa: F401
 
     import qkv.profiler.run  # before they fork: otherwise each would import it
 

@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load, save
 
 MIB = 2**20
 HOSTILE: tuple[Any, ...] = (
@@ -180,8 +181,8 @@ def _zip(data: bytes, random: Random) -> tuple[bytes, str]:
         made, what = _json(member, random)
     elif name.endswith(".npy") and random.random() < 0.8:
         made, what = _npy(member, random)
-    elif member[:4] == b"(\xb5/\xfd" and random.random() < 0.3:
-        made, what = random.choice([(_frame(256), "a chunk of 256 MiB"), (_frame(1), "a chunk of 1 MiB")])
+    elif name.endswith(".safetensors") and random.random() < 0.8:
+        made, what = random.choice([_safetensors, _stream])(member, random)
     elif random.random() < 0.2:
         del members[name]
         return _zipped(members), f"{name} is missing"
@@ -192,12 +193,20 @@ def _zip(data: bytes, random: Random) -> tuple[bytes, str]:
     return _zipped(members | {name: made}), f"{name}: {what}"
 
 
-@cache
-def _frame(mib: int) -> bytes:
-    """A Zstandard frame of zeros."""
-    from numcodecs.zstd import compress
+def _stream(data: bytes, random: Random) -> tuple[bytes, str]:
+    """A tensor of bytes of a profile that is another stream of zlib, or is none."""
+    tensors = load(data)
+    name = random.choice(sorted(tensors))
+    plain = zlib.decompress(tensors[name])
+    streams = {"of 256 MiB": _zlib(256), "of 1 MiB": _zlib(1), "cut": bytes(tensors[name])[: random.randrange(20)]}
+    streams |= {"longer": zlib.compress(plain + b"x"), "random": zlib.compress(random.randbytes(len(plain)))}
+    what = random.choice(sorted(streams))
+    return save(tensors | {name: np.frombuffer(streams[what], np.uint8)}), f"{name}: a stream {what}"
 
-    return bytes(compress(bytes(mib * MIB), 1))
+
+@cache
+def _zlib(mib: int) -> bytes:
+    return zlib.compress(bytes(mib * MIB), 1)
 
 
 class _Planted:

@@ -239,7 +239,7 @@ def check_version(found: Any, newest: int) -> None:
 @contextmanager
 def reading(target: object, what: str) -> Iterator[None]:
     """Inside, any error means that a file that should be `what` cannot be read: an `InputError` with its first line."""
-    # A damaged file can be wrong anywhere; zarr, xarray and codecs have errors of their own.
+    # A damaged file can be wrong anywhere; safetensors, xarray and zlib have errors of their own.
     damaged = refusing(f"path: {str(target)!r} cannot be read ({{}}): it is not {what}, or is damaged")
     absent = (FileNotFoundError, PermissionError, IsADirectoryError)
     with damaged, refusing(f"path: cannot read {str(target)!r} ({{}})", *absent):

@@ -119,7 +119,7 @@ def python(code: str) -> str:
 
 
 HEAVY = {
-    "transformers", "tokenizers", "safetensors", "xarray", "zarr", "matplotlib", "seaborn", "pandas", "rich", "tyro",
+    "transformers", "tokenizers", "safetensors", "xarray", "matplotlib", "seaborn", "pandas", "rich", "tyro",
     "beartype", "scipy", "sklearn", "fastapi", "pydantic", "uvicorn", "PIL",
 }  # fmt: skip
 

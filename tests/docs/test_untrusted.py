@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numcodecs.zstd import compress
+from safetensors import numpy as arrays
 from safetensors.torch import load_file, save_file
 
 import qkv
@@ -27,7 +28,6 @@ from qkv import InputError, _untrusted, lab
 from qkv._untrusted import in_bytes, parse_array, parse_json, read_zip
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import Survey
-from qkv.profiler.data.archive import frame_size, read_archive
 from qkv_lab.tasks import Reversal
 
 CASES = range(15, 50)
@@ -84,30 +84,56 @@ def test_the_fuzzer_notices_a_loader_that_misbehaves(what: str, valid: Path, mon
 # --- profiles and surveys --------------------------------------------------------------------------------------------
 
 
-def declares(shape: list[int]) -> Callable[[dict[str, bytes]], None]:
-    """An array with another shape in its metadata."""
-    name = "groups/self/entropy/zarr.json"
-    return lambda members: members.update({name: json.dumps(json.loads(members[name]) | {"shape": shape}).encode()})
+def described(**changes: Any) -> Callable[[dict[str, bytes]], None]:
+    """Another description of an array in the header."""
+
+    def change(members: dict[str, bytes]) -> None:
+        header = json.loads(members["profile.json"])
+        header["groups"]["self"]["variables"]["entropy"] |= changes
+        members["profile.json"] = json.dumps(header).encode()
+
+    return change
 
 
-def chunk(variable: str, data: bytes) -> Callable[[dict[str, bytes]], None]:
-    """Another first chunk of a variable."""
-    return lambda members: members.update({f"groups/self/{variable}": compress(data)})
+def stream(plain: bytes, more: bytes = b"") -> Callable[[dict[str, bytes]], None]:
+    """Other bytes of an array."""
+
+    def change(members: dict[str, bytes]) -> None:
+        made = np.frombuffer(zlib.compress(plain) + more, np.uint8)
+        tensors = arrays.load(members["arrays.safetensors"]) | {"groups/self/entropy": made}
+        members["arrays.safetensors"] = arrays.save(tensors)
+
+    return change
 
 
-HOSTILE = {  # the number of strings, at the beginning of a chunk, is a number of pointers that zarr would allocate
-    "large": (declares([1, 1, 2, 2**40]), None),
-    "huge": (declares([2**62] * 4), None),
-    "negative": (declares([-1]), None),
-    "a long chunk": (chunk("entropy/c/0/0/0/0", bytes(2**20)), "has 1048576 bytes"),
-    "many strings": (chunk("query_token/c/0/0", b"\xff\xff\xff\x7f"), "not have 8 strings"),
+def other_tensor(members: dict[str, bytes]) -> None:
+    members["arrays.safetensors"] = arrays.save({"x": np.zeros(3, np.float32)})
+
+
+SIZE = 3 * 8  # bytes of the entropy of 8 queries, which is the same in both heads
+HOSTILE: dict[str, tuple[Callable[[dict[str, bytes]], Any], str]] = {
+    "large": (described(shape=[1, 1, 2, 2**40], repeats=[1, 1, 1, 2**40]), "more than the limit"),
+    "huge": (described(shape=[2**62] * 4, repeats=[1] * 4), "declares contents"),
+    "negative": (described(shape=[1, 1, 2, -8]), "the shape"),
+    "dimensions": (described(dims=["text", "text", "head", "query"]), "the dimensions"),
+    "other dimensions": (described(dims=["text"]), "the dimensions"),
+    "repeats": (described(repeats=[1, 1, 3, 1]), "repeats"),
+    "no repeat": (described(repeats=[1]), "a repeat for each"),
+    "shift": (described(shift=32), "shift 32"),
+    "bytes": (described(bytes=5), "bytes 5"),
+    "dtype": (described(dtype="object"), "data type 'object'"),
+    "a bomb": (stream(bytes(2**28)), f"has not the {SIZE} bytes"),
+    "short": (stream(bytes(SIZE - 1)), f"has not the {SIZE} bytes"),
+    "more": (stream(bytes(SIZE), b"x"), f"has not the {SIZE} bytes"),
+    "another tensor": (other_tensor, "not a list of bytes"),
+    "another member": (lambda members: members.update({"../x": b""}), "expected profile.json and"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_profile_of_other_sizes_than_declared_is_refused(name: str, tmp_path: Path) -> None:
     change, match = HOSTILE[name]
-    members, _ = read_zip(GOLDEN / "profile.qkv.zip", "zarr.json")
+    members, _ = read_zip(GOLDEN / "profile.qkv.zip", "profile.json")
     change(members)
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         for member, data in members.items():
@@ -116,27 +142,17 @@ def test_a_profile_of_other_sizes_than_declared_is_refused(name: str, tmp_path: 
         qkv.Profile.load(tmp_path / "x.zip")
 
 
-def test_a_variable_may_have_the_name_of_the_folder_of_chunks(tmp_path: Path) -> None:
-    members, _ = read_zip(GOLDEN / "profile.qkv.zip", "zarr.json")
-    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name.replace("self/entropy/", "self/c/"), data)
-    assert "c" in read_archive(tmp_path / "x.zip")[0]["groups"]["self"]
-
-
 def test_a_bomb_is_refused(tmp_path: Path) -> None:
     """2.6 MB that inflate to 2.5 GiB, with a true and with a false declared size."""
     path = tmp_path / "bomb.zip"
-    for load, name in ((qkv.Profile.load, "zarr.json"), (Survey.load, "survey.json")):
+    for load, name in ((qkv.Profile.load, "profile.json"), (Survey.load, "survey.json")):
         for size, match in ((2560 * 2**20, "contents of 2.5 GiB"), (10, None)):
             path.write_bytes(with_bomb({}, name, size, 2560))
             with refused("path", match=match):
                 load(path)
 
 
-def test_declared_sizes_of_chunks_and_arrays_are_read() -> None:
-    for size in (0, 1, 255, 256, 257, 65_791, 65_792, 2**20):
-        assert frame_size(compress(bytes(size))) == size
+def test_declared_sizes_of_arrays_are_read() -> None:
     file = io.BytesIO()
     np.lib.format.write_array(file, np.arange(6.0).reshape(2, 3))
     assert parse_array(file.getvalue()).tolist() == [[0, 1, 2], [3, 4, 5]]

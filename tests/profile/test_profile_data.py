@@ -21,7 +21,7 @@ import profile_fixture as made
 import qkv
 from conftest import refusals, refused
 from qkv.profiler import Profile
-from qkv.profiler.data import tables
+from qkv.profiler.data import archive, tables
 
 
 def weights_of(profile: Profile, text: int = 0, group: str | None = None) -> np.ndarray:
@@ -151,12 +151,13 @@ def test_saved_profile_loads_identically(tmp_path: Path, monkeypatch: pytest.Mon
     strange = ["", "nul\0", "naïve", "\u2028", "語", "</script>", "a" * 300]
     path = tmp_path / "x.qkv.zip"
     for profile in (made.encoder_decoder(), of_weights(np.full((1, 1, 7, 7), 1 / 7), strange)):
-        back = Profile.load(str(profile.save(path)))
-        assert list(back.groups) == list(profile.groups)
-        assert back.attrs == profile.attrs
-        for name, data in profile.groups.items():
-            xr.testing.assert_identical(back.groups[name], data)
-        assert [entry.name for entry in tmp_path.iterdir()] == ["x.qkv.zip"]
+        for exact, stored in ((True, profile), (False, profile.rounded())):
+            back = Profile.load(str(profile.save(path, exact=exact)))
+            assert list(back.groups) == list(profile.groups)
+            assert back.attrs == stored.attrs
+            for name, data in stored.groups.items():
+                xr.testing.assert_identical(back.groups[name], data)
+            assert [entry.name for entry in tmp_path.iterdir()] == ["x.qkv.zip"]
 
     def refuse(*_: object) -> None:
         raise OSError("disk full")
@@ -171,24 +172,23 @@ def test_saved_profile_loads_identically(tmp_path: Path, monkeypatch: pytest.Mon
 def test_load_rejects_files_that_are_not_profiles(tmp_path: Path) -> None:
     good = made.gpt().save(tmp_path / "good").read_bytes()
     with zipfile.ZipFile(tmp_path / "good") as archive:
-        header = json.loads(archive.read("zarr.json"))
+        header = json.loads(archive.read("profile.json"))
         chunk = max(archive.infolist(), key=lambda member: member.file_size)
     middle = chunk.header_offset + len(chunk.filename) + chunk.file_size // 2
     flipped = good[:middle] + bytes([good[middle] ^ 255]) + good[middle + 1 :]
 
     def archived(root: object) -> bytes:
         with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
-            archive.writestr("zarr.json", json.dumps(root))
+            archive.writestr("profile.json", json.dumps(root))
         return file.getvalue()
 
-    newer = {"attributes": header["attributes"] | {"format_version": 99}}
     cases = [
         (b"not a zip at all", "not a profile"),
         (b"", "not a profile"),
         (good[: len(good) // 2], "not a profile"),
         (flipped, "CRC"),
-        (archived(newer), "format version 99"),
-        (archived({"attributes": {}}), "is not a profile"),
+        (archived(header | {"format_version": 99}), "format version 99"),
+        (archived({}), "is not a profile"),
         (archived([1]), "is not a profile"),
     ]
     for content, match in cases:
@@ -200,6 +200,61 @@ def test_load_rejects_files_that_are_not_profiles(tmp_path: Path) -> None:
             Profile.load(tmp_path / name)
     with refused("path", match="does not exist"):
         made.gpt().save(tmp_path / "nowhere" / "x")
+
+
+def test_rounded_numbers_have_12_significant_bits() -> None:
+    """Of 10,000 float32 and float64 numbers of all magnitudes; and those that have a rule of their own."""
+    random = np.random.default_rng(0)
+    for dtype, lowest, highest in ((np.float32, -126, 127), (np.float64, -1022, 1023)):
+        x = np.ldexp(random.uniform(0.5, 1, 10_000), random.integers(lowest + 1, highest, 10_000)).astype(dtype)
+        x *= random.choice([-1, 1], 10_000)
+        found = archive.rounded(xr.Variable("query", x)).astype(np.float64)
+        fraction, _ = np.frexp(found)
+        np.testing.assert_array_equal(fraction * 2**12, np.rint(fraction * 2**12))
+        assert (abs(found - x) <= abs(x.astype(np.float64)) * 2.0**-12).all()
+    largest, smallest = np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal
+    special = np.array([np.nan, np.inf, -np.inf, 0, -0.0, 0.1, largest, -largest, smallest, 1 + 2**-12], np.float32)
+    found = archive.rounded(xr.Variable("query", special))
+    np.testing.assert_array_equal(found[:5], special[:5])
+    assert np.signbit(found[4])
+    assert found[-1] == 1, "ties to even"
+    np.testing.assert_allclose(found[6:8], special[6:8], rtol=2**-11)
+    assert found[8] == 0, "less than the error of the smallest normal number"
+    for exact in (np.float32([8191, np.nan, np.inf]), np.arange(10_000), np.float16([0.1])):
+        np.testing.assert_array_equal(archive.rounded(xr.Variable("query", exact)), exact)
+    np.testing.assert_array_equal(archive.rounded(xr.Variable("layer", special)), special)
+
+
+def test_arrays_of_all_kinds_are_stored_exactly(tmp_path: Path) -> None:
+    """Equal heads and layers, single ones, numbers with and without low bits, integers, and arrays without entries."""
+    random, sizes = np.random.default_rng(0), (2, 6, 3, 5)
+    few = random.standard_normal((2, 3, 1, 5))
+    values = {
+        "repeated": np.broadcast_to(few.repeat(2, 1), sizes).astype(np.float32), "float64": few, "one": np.zeros(()),
+        "same": np.full(sizes, 0.1), "float16": few.astype(np.float16), "bool": few > 0, "empty": np.zeros((0, 3)),
+        "int64": random.integers(-(2**62), 2**62, sizes), "uint8": np.arange(5, dtype=np.uint8),
+        "big": few.astype(">f4"), "nan": np.array([np.nan, np.inf, -0.0, 5e-324]),
+        "text": np.array(["a", "b\0"], object),
+    }  # fmt: skip
+    data = xr.Dataset({n: xr.Variable([f"{n}{axis}" for axis in range(x.ndim)], x) for n, x in values.items()})
+    archive.write_archive(tmp_path / "x", {"groups": {}, "residual": {"all": data}}, {"model": "x"}, exact=True)
+    parts, attrs = archive.read_archive(tmp_path / "x")
+    xr.testing.assert_identical(parts["residual"]["all"], data)
+    for name, x in values.items():
+        assert parts["residual"]["all"][name].dtype == x.dtype.newbyteorder("=")
+    assert attrs == {"model": "x"}
+    with refused("groups", match="complex64"):
+        wrong = {"groups": {"self": xr.Dataset({"x": ("k", np.zeros(1, np.complex64))})}, "residual": {}}
+        archive.write_archive(tmp_path / "y", wrong, {}, exact=True)
+
+
+def test_tables_of_a_saved_profile_are_those_of_its_rounded_copy(profile: Profile, tmp_path: Path) -> None:
+    rounded, back = profile.rounded(), Profile.load(profile.save(tmp_path / "x.zip"))
+    pd.testing.assert_frame_equal(rounded.heads(), back.heads())
+    assert rounded.findings() == back.findings()
+    np.testing.assert_allclose(back.heads()["entropy"], profile.heads()["entropy"], rtol=2**-12)
+    assert profile.compare(back).summary()[0].startswith("Nothing changed")
+    assert back.compare(profile).summary()[0].startswith("Nothing changed")
 
 
 DATA = made.gpt().data
@@ -247,24 +302,10 @@ def test_exported_tables_have_a_row_for_every_head(profile: Profile, tmp_path: P
     np.testing.assert_allclose(frame["sink"].to_numpy(), heads["sink"], rtol=1e-6)
 
 
-def test_zarr_folder_opens_with_xarray(profile: Profile, tmp_path: Path) -> None:
-    path = profile.export(tmp_path / "profile.zarr")
-    with xr.open_zarr(path, group="groups/self", consolidated=False, chunks=None) as data:
-        xr.testing.assert_equal(data["entropy"].load(), profile.data["entropy"])
-        assert data["entropy"].attrs["units"] == "nats"
-    with xr.open_zarr(path, group="residual/blocks", consolidated=False, chunks=None) as data:
-        assert data.sizes["depth"] == profile.data.sizes["layer"] + 1
-    assert profile.export(path) == path, "over an older one"
-    assert [p.name for p in tmp_path.iterdir()] == ["profile.zarr"]
-
-
 def test_export_does_not_replace_other_folders(profile: Profile, tmp_path: Path) -> None:
-    for name, match in (("heads.csv", "is a folder"), ("other.zarr", "not a zarr")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "letters.txt").write_text("dear")
-        with refused("path", match):
-            profile.export(tmp_path / name)
-        assert (tmp_path / name / "letters.txt").read_text() == "dear"
+    (tmp_path / "heads.csv").mkdir()
+    with refused("path", "is a folder"):
+        profile.export(tmp_path / "heads.csv")
 
 
 def test_export_rejects_unknown_formats_and_missing_libraries(

@@ -56,7 +56,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     session = Session("tests")
     session.add_model(mini, [TEXT, "import os"])
     profile = run.profile(mini.model, [TEXT, "import os"], tokenizer=mini.tokenizer, probe=False, progress=False)
-    path = profile.save(tmp_path_factory.mktemp("profile") / "profile.qkv.zip")
+    path = profile.save(tmp_path_factory.mktemp("profile") / "profile.qkv.zip", exact=True)
     session.add_profile(qkv.Profile.load(path))
     long = run.profile(mini.model, LONG, tokenizer=mini.tokenizer, map_tokens=16, probe=False, progress=False)
     session.add_profile(long)

@@ -183,7 +183,7 @@ def _profile(loaded: TextModel, ids: list[int], prompt: int, question: str | Non
     by_token.insert(2, "name", [names[at - prompt] for at in by_token["token"]])
     for name, found in (("heads.csv", by_head.to_dataframe("share").reset_index()), ("tokens.csv", by_token)):
         write_atomically(out / name, found.to_csv(index=False).encode())
-    found = run.profile(loaded.model, text, tokenizer=tokenizer, probe=False)
+    found = run.profile(loaded.model, text, tokenizer=tokenizer, probe=False).rounded()
     found.attrs["model"] = loaded.name
     found.save(out / PROFILE)
     print_line("Report", found.report(out / "report.html"), main=True, error=True)

@@ -191,7 +191,7 @@ def profile(
         with laps("loading"):
             loaded, inputs = given.load(passage)
         with laps("measuring"):
-            result = profiled(loaded, inputs)
+            result = profiled(loaded, inputs).rounded()  # all that is printed and drawn is that of the saved file
         result.attrs["arguments"] = given.arguments(passage, out, target)
         comparison = None
         if against is not None or against_dtype is not None:

@@ -13,7 +13,7 @@ import xarray as xr
 
 from qkv._lazy import above
 from qkv.errors import InputError
-from qkv.profiler.data import tables
+from qkv.profiler.data import archive, tables
 from qkv.profiler.data.frames import target_change
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ def compare(a: Profile, b: Profile) -> Comparison:
     """Differences between two profiles of the same texts, head by head and query by query.
 
     Use it for a base model and a fine-tuned one, a model in two dtypes, or with and without an intervention against
-    sinks. Variables that only one profile has (whole maps, a learned sink) are left out and named in the attributes.
+    sinks. If one profile is rounded, as saved ones are, so is the other before they are compared. Variables that only
+    one profile has (whole maps, a learned sink) are left out and named in the attributes.
 
     Args:
         a: the profile to compare with.
@@ -127,6 +128,8 @@ def compare(a: Profile, b: Profile) -> Comparison:
     >>> compare(profile, profile).summary()
     ['Nothing changed: all 72 heads attend exactly as before.']
     """
+    if archive.ROUNDED.keys() & (a.attrs | b.attrs).keys():
+        a, b = a.rounded(), b.rounded()
     if set(a.groups) != set(b.groups):
         raise InputError(f"b has the groups {', '.join(b.groups)}; expected the same as a, {', '.join(a.groups)}")
     for name in a.groups:

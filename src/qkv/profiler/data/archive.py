@@ -1,15 +1,21 @@
-"""Read and write profiles on disk: one zip file with a zarr hierarchy, written atomically.
+"""Read and write profiles on disk: a zip of a JSON header and a safetensors file, written atomically.
 
-A file may be a stranger's, so zarr only writes it. It is read here, and only as qkv writes it: all that it declares is
-checked before anything is allocated.
+The header, profile.json, has the attributes, and the dimensions, data type and shape of every array. In
+arrays.safetensors an array is a tensor of bytes, compressed by zlib: its numbers as unsigned integers, shifted right by
+the low bits that are 0 in all of them; first the highest byte of every number, then the next lower one, and so on. The
+last bytes of a statistic are close to random, so zlib only counts how frequent bytes are, and looks for runs. What is
+the same in neighbouring heads or layers is stored once.
+
+A file may be a stranger's: all that it declares is checked before anything is allocated.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import math
-import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +23,97 @@ import numpy as np
 import xarray as xr
 
 from qkv._files import write_atomically
-from qkv._packages import check_tested
-from qkv._untrusted import Budget, check_version, parse_json, read_zip, reading
+from qkv._untrusted import DIRECTORY, Budget, check_version, parse_json, read_zip, reading
 from qkv.errors import InputError
 
 FORMAT = "qkv-profile"
-VERSION = 2  # increase it when an older qkv could misread a file that this version writes
+VERSION = 3  # increase it when an older qkv could misread a file that this version writes
 
-
-PARTS = ("groups", "residual")  # folders of data sets; the header has a list of names under each
-META = "zarr.json"
+PARTS = ("groups", "residual")  # the header has the data sets of each by name
+HEADER, ARRAYS = "profile.json", "arrays.safetensors"
 NUMBERS = {"bool", "float16", "float32", "float64"}
 NUMBERS |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-STRING = "string"
 STRING_BYTES = 64  # a pointer and a short string
-KEYS = {"name": "default", "configuration": {"separator": "/"}}
-ZSTD_MAGIC = 0xFD2FB528
+
+SIGNIFICANT_BITS = 12
+ROUNDED = {"significant_bits": SIGNIFICANT_BITS}  # attributes of a rounded profile
+OF_TOKENS = {"query", "key", "token", "query_bin", "key_bin"}
 
 
-def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: dict[str, Any]) -> None:
-    """Write the data sets and attributes of a profile to `path`.
+def rounded(x: xr.Variable) -> np.ndarray:
+    """The values of a variable; statistics of queries, keys and pairs of them rounded to 12 significant bits.
 
-    The hierarchy is built in memory and zipped in one go: writing zarr straight into a zip rewrites its
-    metadata and leaves duplicate members behind.
+    They are rounded to nearest, ties to even, so the relative error is at most 2⁻¹². Arrays of whole numbers, such as
+    counts and positions, stay exact, and so do zeros and infinities. A NaN stays NaN, and no finite number becomes
+    infinite. A subnormal number has at most the absolute error of the smallest normal one.
     """
-    check_tested("zarr")
-    import zarr
-    from zarr.storage import MemoryStore
+    values: np.ndarray = x.values
+    spare = np.finfo(values.dtype).nmant + 1 - SIGNIFICANT_BITS if values.dtype.kind == "f" else 0
+    if spare <= 0 or not OF_TOKENS & set(x.dims) or ((np.rint(values) == values) | np.isnan(values)).all():
+        return values
+    codes = np.ascontiguousarray(values).view(f"u{values.itemsize}")
+    nearest = codes >> spare
+    nearest &= 1
+    nearest += codes + ((1 << (spare - 1)) - 1)
+    nearest >>= spare
+    nearest <<= spare
+    found = nearest.view(values.dtype)
+    overflow = np.isinf(found) & np.isfinite(values)
+    nearest[overflow] = codes[overflow] >> spare << spare
+    found[np.isnan(values)] = np.nan
+    return found
 
-    members: dict[str, Any] = {}
-    store = MemoryStore(members)
-    root = zarr.group(store, zarr_format=3)
-    names = {part: list(parts.get(part, {})) for part in PARTS}
-    root.attrs.update({"format": FORMAT, "format_version": VERSION, "profile": attrs} | names)
-    for part, datasets in parts.items():
-        for name, data in datasets.items():
-            data.to_zarr(store, group=f"{part}/{name}", mode="w", consolidated=False, zarr_format=3)
 
+def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: dict[str, Any], *, exact: bool) -> None:
+    """Write the data sets and attributes of a profile to `path`, rounded unless `exact`."""
+    from safetensors.numpy import save
+
+    attrs = attrs if exact else attrs | ROUNDED
+    header: dict[str, Any] = {"format": FORMAT, "format_version": VERSION, "profile": attrs}
+    tensors = dict[str, np.ndarray]()
+    for part in PARTS:
+        header[part] = {}
+        for name, data in parts[part].items():
+            variables = {str(variable): _described(str(variable), data) for variable in data.variables}
+            header[part][name] = {"attrs": data.attrs, "variables": variables}
+            for variable, about in variables.items():
+                if about["dtype"] != "string":
+                    x = data.variables[variable]
+                    packed = _packed(x.values if exact else rounded(x), about)
+                    tensors[f"{part}/{name}/{variable}"] = np.frombuffer(packed, np.uint8)
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:  # zarr has compressed the chunks already
-        for member, buffer in members.items():
-            archive.writestr(member, buffer.to_bytes())
-    write_atomically(path, file.getvalue())
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(HEADER, json.dumps(header, allow_nan=False), zipfile.ZIP_DEFLATED)
+        archive.writestr(ARRAYS, save(tensors), zipfile.ZIP_STORED)
+    write_atomically(path, file.getbuffer())
+
+
+def _described(name: str, data: xr.Dataset) -> dict[str, Any]:
+    """What the header says of a variable. It also has the strings; numbers are in a tensor."""
+    x = data.variables[name]
+    about = {"dims": list(x.dims), "shape": list(x.shape), "coordinate": name in data.coords, "attrs": x.attrs}
+    if x.dtype.kind in "OUT":
+        return about | {"dtype": "string", "strings": [str(text) for text in x.values.ravel()]}
+    if x.dtype.name not in NUMBERS:
+        raise InputError(f"groups: {name!r} has the data type {x.dtype}, expected numbers or strings")
+    return about | {"dtype": x.dtype.name}
+
+
+def _packed(values: np.ndarray, about: dict[str, Any]) -> bytes:
+    """The compressed bytes of an array; adds to its description what `_unpacked` needs."""
+    values = np.asarray(values, values.dtype.newbyteorder("="), order="C")
+    codes, about["repeats"] = values.view(f"u{values.itemsize}"), []
+    for axis, size in enumerate(values.shape):
+        along = np.moveaxis(codes, axis, 0)
+        steps = [at for at in range(1, size) if (along[at] != along[at - 1]).any()] if axis < values.ndim - 1 else [1]
+        about["repeats"].append(repeat := int(np.gcd.reduce([size, *steps])))
+        codes = codes[(slice(None),) * axis + (slice(None, None, max(repeat, 1)),)]
+    used = int(np.bitwise_or.reduce(codes, axis=None))
+    about["shift"] = shift = max((used & -used).bit_length() - 1, 0)
+    about["bytes"] = size = max(-(-(used >> shift).bit_length() // 8), 1)
+    compressor = zlib.compressobj(memLevel=6, strategy=zlib.Z_RLE)  # short blocks, as heads differ
+    places = [shift + 8 * at for at in reversed(range(size))]
+    return b"".join([*(compressor.compress((codes >> at).astype(np.uint8).data) for at in places), compressor.flush()])
 
 
 def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str, Any]]:
@@ -69,94 +124,75 @@ def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str
         raise InputError(f"path: {str(path)!r} is a folder; expected a profile written by Profile.save")
     parts: dict[str, dict[str, xr.Dataset]] = {}
     with reading(path, "a profile written by Profile.save"):
-        members, budget = read_zip(path, META)
-        header = parse_json(members.pop(META))["attributes"]
+        members, budget = read_zip(path, HEADER)
+        header = parse_json(members[HEADER])
         if header.get("format") != FORMAT:
             raise ValueError(f"its format is {str(header.get('format'))[:80]!r}, expected {FORMAT!r}")
         check_version(header, VERSION)
+        if set(members) != {HEADER, ARRAYS}:
+            raise ValueError(f"its members are {str(sorted(members))[:80]}, expected {HEADER} and {ARRAYS}")
+        tensors = _tensors(members.pop(ARRAYS), budget)
         for part in PARTS:
-            members.pop(f"{part}/{META}", None)
-            names = header.get(part, [])
-            parts[part] = {name: _read_dataset(members, f"{part}/{name}/", budget) for name in names}
-        if members:
-            raise ValueError(f"{next(iter(members))[:80]} belongs to no array")
+            parts[part] = {n: _read_dataset(x, tensors, f"{part}/{n}", budget) for n, x in header[part].items()}
+        if tensors:
+            raise ValueError(f"the tensor {next(iter(tensors))[:80]!r} belongs to no array")
         return parts, dict(header["profile"])
 
 
-def _read_dataset(members: dict[str, bytes], base: str, budget: Budget) -> xr.Dataset:
-    """Take the data set in a folder out of the files of a zarr hierarchy."""
-    attrs, variables = _metadata(members, base, "group")["attributes"], {}
-    for member in [one for one in members if one.startswith(base)]:
-        name, _, file = member.removeprefix(base).partition("/")
-        if file == META:
-            variables[name] = _read_array(members, f"{base}{name}/", budget)
-    return xr.decode_cf(xr.Dataset(variables, attrs=attrs), mask_and_scale=False, decode_times=False)
+def _tensors(data: bytes, budget: Budget) -> dict[str, np.ndarray]:
+    """The tensors of a safetensors file, which are all lists of bytes."""
+    from safetensors.numpy import load
+
+    if int.from_bytes(data[:8], "little") > DIRECTORY:
+        raise ValueError("the list of its tensors is too long")
+    budget.take(len(data))
+    tensors: dict[str, np.ndarray] = load(data)
+    if any(x.dtype != np.uint8 or x.ndim != 1 for x in tensors.values()):
+        raise ValueError("one of its tensors is not a list of bytes")
+    return tensors
 
 
-def _metadata(members: dict[str, bytes], base: str, kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = parse_json(members.pop(base + META))
-    if (found["zarr_format"], found["node_type"]) != (3, kind) or found.get("consolidated_metadata") is not None:
-        raise ValueError(f"{base}{META} is not the metadata of this {kind}")
-    return found
+def _read_dataset(about: dict[str, Any], tensors: dict[str, np.ndarray], name: str, budget: Budget) -> xr.Dataset:
+    """The data set that the header describes, whose numbers are taken out of the tensors."""
+    variables, coords = dict[str, xr.Variable](), dict[str, xr.Variable]()
+    for variable, entry in about["variables"].items():
+        dims, shape = entry["dims"], entry["shape"]
+        if len(set(dims)) != len(dims) or len(shape) != len(dims) or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"{variable[:80]!r} has the dimensions {str(dims)[:80]} and the shape {str(shape)[:80]}")
+        if entry["dtype"] == "string":
+            texts = [text for text in entry["strings"] if isinstance(text, str)]
+            budget.take(STRING_BYTES * len(texts))
+            values = np.array([*texts, None], object)[:-1].reshape(shape)
+        else:
+            values = _unpacked(tensors.pop(f"{name}/{variable}"), entry, budget)
+        (coords if entry["coordinate"] else variables)[variable] = xr.Variable(dims, values, dict(entry["attrs"]))
+    return xr.Dataset(variables, coords, dict(about["attrs"]))
 
 
-def _read_array(members: dict[str, bytes], base: str, budget: Budget) -> xr.Variable:
-    """Take an array and its chunks out of the files of a zarr hierarchy, as far as qkv writes such arrays."""
-    from numcodecs.vlen import VLenUTF8  # type: ignore[import-untyped]
-    from numcodecs.zstd import decompress  # type: ignore[import-untyped]
-
-    found = _metadata(members, base, "array")
-    grid, kind, codecs = found["chunk_grid"], found["data_type"], [codec["name"] for codec in found["codecs"]]
-    shape, chunk = _sizes(base, found["shape"]), _sizes(base, grid["configuration"]["chunk_shape"])
-    first = "vlen-utf8" if kind == STRING else "bytes"
-    little = found["codecs"][0].get("configuration", {}).get("endian", "little") == "little"
+def _unpacked(packed: np.ndarray, about: dict[str, Any], budget: Budget) -> np.ndarray:
+    """The array in the bytes that `_packed` wrote; ValueError if its description or its size is another."""
+    shape, repeats, shift, size = (about[name] for name in ("shape", "repeats", "shift", "bytes"))
+    if about["dtype"] not in NUMBERS or len(repeats) != len(shape):
+        raise ValueError(f"an array has the data type {str(about['dtype'])[:80]!r}, or not a repeat for each dimension")
+    dtype = np.dtype(about["dtype"])
+    stored = [n // max(repeat, 1) for n, repeat in zip(shape, repeats, strict=True)]
+    items = math.prod(stored)
     if (
-        (kind != STRING and kind not in NUMBERS) or codecs not in ([first], [first, "zstd"]) or not little
-        or len(chunk) != len(shape) or 0 in chunk or grid["name"] != "regular"
-        or found["chunk_key_encoding"] != KEYS or found.get("storage_transformers")
+        not all(type(n) is int and n >= 0 for n in (*repeats, shift, size))
+        or [n * repeat for n, repeat in zip(stored, repeats, strict=True)] != shape
+        or not 1 <= size <= dtype.itemsize or shift >= 8 * dtype.itemsize
     ):  # fmt: skip
-        raise ValueError(f"{base}{META} has a data type, codecs or chunks that qkv does not write")
-    dtype = np.dtype(object if kind == STRING else kind)
-    items, item = math.prod(chunk), STRING_BYTES if kind == STRING else dtype.itemsize
-    budget.take((math.prod(shape) + items) * item)
-    with np.errstate(over="raise"):
-        values = np.full(shape, found["fill_value"], dtype)
-    for member in [one for one in members if one.startswith(base)]:
-        data, at = members.pop(member), member.removeprefix(base).removeprefix("c").removeprefix("/")
-        index = [int(part) for part in at.split("/")] if at else []
-        start = [i * m for i, m in zip(index, chunk, strict=True)]
-        if "/".join(map(str, index)) != at or not all(0 <= i < n for i, n in zip(start, shape, strict=True)):
-            raise ValueError(f"{member[:80]} is not a chunk of its array")
-        size = frame_size(data) if "zstd" in codecs else len(data)
-        if kind == STRING:
-            budget.take(size)
-        elif size != items * item:
-            raise ValueError(f"{member[:80]} has {size} bytes, expected {items * item}")
-        plain = bytes(decompress(data)) if "zstd" in codecs else data
-        if kind == STRING and (len(plain) < 4 or struct.unpack_from("<I", plain)[0] != items):
-            raise ValueError(f"{member[:80]} does not have {items} strings")
-        decoded = VLenUTF8().decode(plain) if kind == STRING else np.frombuffer(plain, dtype.newbyteorder("<"))
-        whole, place = decoded.reshape(chunk), tuple(slice(i, i + m) for i, m in zip(start, chunk, strict=True))
-        values[place] = whole[tuple(slice(0, n - i) for i, n in zip(start, shape, strict=True))]
-    attrs = {name: x for name, x in found.get("attributes", {}).items() if name != "_FillValue"}  # of zarr: NaN
-    return xr.Variable(found["dimension_names"] or (), values, attrs)
-
-
-def _sizes(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > 32 or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError(f"{name} has the shape {str(value)[:80]}, expected a list of whole numbers")
-    return tuple(value)
-
-
-def frame_size(data: bytes) -> int:
-    """The size that a Zstandard frame declares for its contents (RFC 8878, section 3.1.1.1)."""
-    try:
-        magic, descriptor = struct.unpack_from("<IB", data)
-        kind, single = descriptor >> 6, descriptor >> 5 & 1
-        at = 5 + (not single) + (0, 1, 2, 4)[descriptor & 3]  # after the window and the number of the dictionary
-        size = struct.unpack_from(("<B", "<H", "<I", "<Q")[kind], data, at)[0] + 256 * (kind == 1)
-    except struct.error:
-        raise ValueError("a chunk is truncated") from None
-    if magic != ZSTD_MAGIC or (kind == 0 and not single):
-        raise ValueError("a chunk is not compressed by Zstandard, or does not declare its size")
-    return int(size)
+        raise ValueError(f"an array has repeats {str(repeats)[:80]}, shift {shift!r:.80} or bytes {size!r:.80}")
+    budget.take(max(math.prod(shape), 1) * dtype.itemsize + items * (dtype.itemsize + size))
+    inflater = zlib.decompressobj()
+    plain = inflater.decompress(packed.data, items * size + 1)
+    if len(plain) != items * size or not inflater.eof or inflater.unused_data:
+        raise ValueError(f"an array has not the {items * size} bytes that it declares")
+    codes = np.zeros(stored, f"u{dtype.itemsize}")
+    for part in np.frombuffer(plain, np.uint8).reshape(size, *stored):
+        codes <<= 8 if dtype.itemsize > 1 else 0
+        codes |= part
+    codes <<= shift
+    for axis, repeat in enumerate(repeats):
+        codes = codes.repeat(repeat, axis) if repeat > 1 else codes
+    return codes.astype(dtype) if dtype.kind == "b" else codes.view(dtype)

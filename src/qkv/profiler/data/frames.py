@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qkv._files import write_atomically
-from qkv._packages import check_tested, require
+from qkv._packages import require
 from qkv.errors import InputError, one_of
 from qkv.profiler.data.tables import ROLES, TRAITS
 from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, custom_variables
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 FRAMES = ("pandas", "polars")
 SCORE = " score"  # suffix of a head type's score column where the tables are joined
-SUFFIXES = (".parquet", ".csv", ".zarr")
+SUFFIXES = (".parquet", ".csv")
 _SHARE = "share of the weight"
 _LATER = "mean over the queries after the first"
 
@@ -116,9 +115,7 @@ def all_of_heads(profile: Profile, group: str | None = None) -> pd.DataFrame:
 
 def export(profile: Profile, path: Path, group: str | None) -> Path:
     """Write a profile atomically, in the format of the suffix of `path`."""
-    if path.suffix == ".zarr":
-        _zarr(profile, path)
-    elif path.suffix == ".parquet":
+    if path.suffix == ".parquet":
         write_atomically(path, _parquet(all_of_heads(profile, group)))
     elif path.suffix == ".csv":
         write_atomically(path, all_of_heads(profile, group).to_csv(index=False))
@@ -141,26 +138,6 @@ def _parquet(table: pd.DataFrame) -> memoryview:
     file = io.BytesIO()
     parquet.write_table(made.cast(pa.schema(fields, metadata={"qkv": json.dumps(about)})), file)
     return file.getbuffer()
-
-
-def _zarr(profile: Profile, path: Path) -> None:
-    """Write a zarr folder atomically; it may replace an older zarr folder, but nothing else."""
-    check_tested("zarr")
-    import zarr
-
-    if path.exists() and not (path / "zarr.json").exists():
-        raise InputError(f"path: {str(path)!r} exists and is not a zarr folder; expected another name")
-    if not path.parent.is_dir():
-        raise InputError(f"path: the folder {str(path.parent)!r} does not exist; create it first")
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:100]}.") as folder:
-        made = Path(folder) / "new"
-        zarr.open_group(made, mode="w", zarr_format=3).attrs.update({"profile": profile.attrs})
-        for part, datasets in (("groups", profile.groups), ("residual", profile.residual)):
-            for name, data in datasets.items():
-                data.to_zarr(made, group=f"{part}/{name}", mode="a", consolidated=False, zarr_format=3)
-        if path.exists():
-            path.rename(Path(folder) / "old")
-        made.rename(path)
 
 
 class Column(NamedTuple):
