@@ -154,9 +154,9 @@ def _show(found: Eviction) -> None:
     measured = () if loss is None else (">loss,\nnats", ">increase" + "\n± 95 %" * several, ">ms a\ntoken", ">MB")
     title = TITLE.format(**found.attrs) + f" in {found.attrs['texts']} texts" * several
     rows = table("policy", ">keys", ">attention\nlost", *measured, title=title)
-    lost = {} if loss is None else {("full", None): 0.0}
+    lost: dict[tuple[str, int | None], float] = {} if loss is None else {("full", None): 0.0}
     lost |= found.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().to_dict()
-    nothing = sorted({budget for (_, budget), share in lost.items() if budget and share == 0})
+    nothing = sorted({budget for (_, budget), share in lost.items() if budget is not None and share == 0})
     for at, ((policy, budget), share) in enumerate(lost.items()):
         if budget in nothing:
             continue

@@ -119,8 +119,8 @@ def massive_sentence(stack: xr.Dataset, tokens: np.ndarray | None = None) -> str
         name = "the token" if tokens is None else f"“{readable(str(tokens[text, token]))}”"
         depths = f"depth{'' if len(seen) == 1 else 's'} {ranges(np.array([depth for depth, _ in seen]))}"
         largest = max(ratio for _, ratio in seen)
-        at = f"position {token:,} in dimension {dimension:,}, at {depths}"
-        parts.append(f"{name} at {at}, up to {largest:,.0f} × the median")
+        where = f"position {token:,} in dimension {dimension:,}, at {depths}"
+        parts.append(f"{name} at {where}, up to {largest:,.0f} × the median")
     more = f"; {len(found) - 3:,} more" if len(found) > 3 else ""
     further = int(stack["massive"].sum()) - int(is_massive.sum())
     more += f"; {further:,} smaller ones" if further > 0 else ""
