@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import profile_fixture as made
 import qkv
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.data import tables
@@ -96,3 +97,13 @@ def test_the_head_shown_first_has_a_clear_type_and_several_targets_and_others_fo
     sunk["entropy"][:] = 0
     sunk["received"][0, 1, 3] = 1
     assert tables.telling_heads(sunk)[0] == (1, 3)
+
+
+def test_the_only_head_of_an_encoder_decoder_is_said_in_the_singular() -> None:
+    """Each query looks at a key of its own: the head is spread over the text, and not over keys of one query."""
+    source, target = [list("abcdefgh")], [list("ijklmnop")]
+    data = made.dataset_from_weights([np.eye(8)[::-1][None, None]], target, source, name="cross")
+    found = Findings(data, group="cross")
+    assert found.headline == "1 head: it spreads a query's weight over 1.0 of 8 keys on average."
+    assert not any("clear type" in one.label for one in found.all)
+    assert tables.head_table(data)["goes_to"].tolist() == ["1 key a query"]

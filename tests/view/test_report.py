@@ -149,7 +149,7 @@ def test_only_the_template_contributes_markup_and_only_its_script_and_style_may_
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy
     loaded = re.findall(r'(?:src|href)="([^"]*)"|url\(([^)]*)\)|@import|https?://[^"\s]*', report.render(made.gpt()))
-    assert {part for match in loaded for part in match if part} == {"#heads"}
+    assert {part for match in loaded for part in match if part} == {"#one"}
 
 
 def test_reports_are_written_atomically(tmp_path: Path) -> None:

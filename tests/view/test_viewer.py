@@ -421,7 +421,7 @@ TITLES = [
     "Norm of the first token’s value",
     "What the first token’s value adds",
     "Norm of the first token’s key",
-    "Mean weight on the first token, on three kinds of text",
+    "First token, on three kinds of text",
     "Largest activation by depth",
 ]
 

@@ -60,7 +60,7 @@ export const factsOf = ({ attrs: { parameters, dtype, seconds } }, group, view) 
 export const statisticsOf = (view) => Object.keys(looks.statistics).filter((name) => view.heads[name]?.some((x) => x !== null));
 
 /** Label and meaning of a statistic in this group. */
-export const labelOf = (group, name) => (name === "local" ? `Local ±${group.window}` : looks.statistics[name].label);
+export const labelOf = (group, name) => ({ local: `Local ±${group.window}`, sink: "First token, later queries" }[name] ?? looks.statistics[name].label);
 export const meaningOf = (group, name) => looks.statistics[name].meaning.replace("`local_window`", group.window);
 
 /** Instead of the name of a statistic: colour heads by their type. */

@@ -33,8 +33,10 @@ function header() {
   // The preview in the attributes is of the first text; for other texts, join the tokens.
   const question = state.text === 0 && attrs.arguments?.chat;
   const preview = (question || (state.text === 0 && attrs.text_preview) || v.keys.slice(0, 60).join("")).trim().replace(/\s+/g, " ");
-  const cut = (!question && v.n_keys > 60) || preview.length > 220; // a truncated preview drops a word that was cut
-  $("preview").textContent = `“${cut ? `${preview.slice(0, 220).replace(/ \S*$/, "")} …` : preview}”`;
+  const quoted = (text, more) => `“${more || text.length > 220 ? `${text.slice(0, 220).replace(/ \S*$/, "")} …` : text}”`;
+  const read = v.queries?.slice(0, 60).join("").trim().replace(/\s+/g, " ");
+  $("preview").textContent = [quoted(preview, !question && v.n_keys > 60), read && quoted(read, v.n_queries > 60)].filter(Boolean).join(" → "); // keys → queries: source → target
+  $("heads").hidden = $("specialised").hidden = g.types.type.length === 1; // of one head, the card has all
   const facts = [
     [v.n_queries === v.n_keys ? "tokens" : "queries × keys", v.n_queries === v.n_keys ? integer(v.n_keys) : `${integer(v.n_queries)} × ${integer(v.n_keys)}`],
     ["layers × heads", `${g.layers.length} × ${g.heads.length}`],

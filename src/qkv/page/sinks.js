@@ -46,7 +46,7 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
   return [
     h("div", { class: "sink-lead", style: { "max-width": "76em", "margin-bottom": "4px" } },
       h("p", {}, after ? h("b", {}, `${name}: `) : null, joined(group.sink_sentence)), after ? h("p", {}, h("b", {}, `${after.name}: `), joined(after.group.sink_sentence)) : null),
-    h("p", { class: "meaning" }, "Each dot is a head; the line is the mean of each layer’s heads.", chosen ? " Ringed: the selected head." : null),
+    h("p", { class: "meaning" }, group.types.type.length > 1 ? "Each dot is a head; the line is the mean of each layer’s heads." : null, chosen ? " Ringed: the selected head." : null),
     after ? keyOf([[name, BEFORE_COLOUR], [after.name, AFTER_COLOUR]]) : null,
     h("div", { class: "sink-figures", style: { display: "grid", "grid-template-columns": "repeat(auto-fill, minmax(min(100%, 340px), 1fr))", gap: "26px 40px", "margin-top": "18px", "align-items": "start" } },
       charts, tables),
@@ -64,6 +64,7 @@ function byLayerChart({ group, names, values, ...rest }) {
     columns: group.layers.map((_, l) => group.heads.map((_, k) => ({ at: l * group.heads.length + k, value: column[l * group.heads.length + k] })).filter(({ value }) => value !== null)),
   }).filter((one) => one && one.columns.some((column) => column.length));
   if (!series.length) return null;
+  if (group.types.type.length === 1) return h("p", {}, `${rest.title}: `, h("b", {}, series.map(({ columns }) => formatted(columns[0][0].value, rest.unit)).join(" → ")), h("small", {}, ` · ${rest.note.replace(/ · (dashed|logarithmic).*/, "")}`)); // one dot is no chart
   return dotChart({ group, series, columns: group.layers.map(String), axis: "layer", nameOf: (at) => titleOf(group, at), ...rest });
 }
 
@@ -77,7 +78,7 @@ function kindsChart({ group, names, chosen, select }, after) {
   }));
   const count = (column) => series.map((one) => one.columns[column].filter(({ value }) => value > SINK_THRESHOLD).length).join(" → ");
   return dotChart({
-    group, series, chosen, select, unit: "%", reference: SINK_THRESHOLD, title: "Mean weight on the first token, on three kinds of text", note: `first 64 queries · dashed: ${SINK_THRESHOLD}; below: heads above it`,
+    group, series, chosen, select, unit: "%", reference: SINK_THRESHOLD, title: "First token, on three kinds of text", note: `first 64 queries · dashed: ${SINK_THRESHOLD}; below: heads above it`,
     columns: kinds.map(([, kind]) => kind), below: kinds.map((_, column) => `${count(column)} of ${group.layers.length * group.heads.length}`),
     nameOf: (at) => titleOf(group, at),
   });

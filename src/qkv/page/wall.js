@@ -70,14 +70,14 @@ export class Wall {
 
   /** The choosers of what `draw` shows, and a legend. */
   settings({ group, small, kinds, statistics }, { sort, by, only, chosen }, alike) {
-    const { high, bin_queries, bin_keys } = small, binned = bin_queries > 1 || bin_keys > 1;
+    const { high, bin_queries, bin_keys } = small, binned = bin_queries > 1 || bin_keys > 1, several = group.types.type.length > 1;
     return [
-      this.banner ? this.key(kinds, only, chosen) : null,
-      choice("Order by", this.orders, sort, (order) => this.onset({ sort: order })),
+      this.banner && several ? this.key(kinds, only, chosen) : null,
+      several && choice("Order by", this.orders, sort, (order) => this.onset({ sort: order })),
       sort === "value" ? h("label", {}, "Statistic ", selectFrom("by", by, statistics.map((name) => [name, labelOf(group, name)]), (name) => this.onset({ by: name }))) : null,
       this.banner ? null : h("label", {}, "Show ", selectFrom("only", only, [[null, `all ${integer(group.types.type.length)} heads`], ...kinds.map(({ name, count }) => [name, `${name} (${count})`])], (name) => this.onset({ only: name }))),
       legend({ low: percent(high / 1000), high: percent(high), note: `${binned ? "largest weight of a bin" : "weight"}, logarithmic` }),
-      h("p", { class: "meaning" }, `${this.banner ? "Framed by type. " : ""}In a map rows are queries, columns are keys${binned ? `, in bins of ${integer(bin_queries)} × ${integer(bin_keys)} tokens` : ""}. Select a map to see it large.${alike ? ` The heads with the most similar maps come first. Similarity is ${similarityMeaning(alike.maps)}.` : ""}`),
+      h("p", { class: "meaning" }, `${this.banner && several ? "Framed by type. " : ""}In a map rows are queries, columns are keys${binned ? `, in bins of ${integer(bin_queries)} × ${integer(bin_keys)} tokens` : ""}. Select a map to see it large.${alike ? ` The heads with the most similar maps come first. Similarity is ${similarityMeaning(alike.maps)}.` : ""}`),
     ];
   }
 }

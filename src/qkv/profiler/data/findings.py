@@ -145,6 +145,8 @@ class Findings:
         if MIXED in self.kinds and MIXED not in dict(others):
             others[-1] = (MIXED, self.kinds[MIXED])
         rest = listed([f"{n:,} {_DOES[kind][n != 1]}" for kind, n in others]) if others else ""
+        if total == 1:
+            rest = self._only_head
         plain = f"{counted(total, 'head')}{': ' if rest else ''}{rest}"
         if self._sink_counts is None:
             return f"{plain}."
@@ -156,6 +158,14 @@ class Findings:
         if not prefix and not whole:
             sinks = f"None of {counted(total, 'head')} has an attention sink at {first_token(self._data)}"
         return f"{sinks}{'; ' if rest else ''}{rest}."
+
+    @property
+    def _only_head(self) -> str:
+        """What the only head of a group does: its type, and over how many keys it spreads the weight of a query."""
+        kind, keys = str(self.types["type"].iloc[0]), float(self._heads["effective_keys"].iloc[0])
+        among = float(self._data["n_keys"].mean())
+        does = "" if kind in (MIXED, "first token") else f"{_DOES[kind][0]}, and "
+        return f"it {does}spreads a query's weight over {keys:.1f} of {among:,.0f} keys on average"
 
     @property
     def whole_clause(self) -> str:
@@ -322,7 +332,7 @@ class Findings:
             meaning = "of all attention goes to the learned sink"
             detail = "No token receives this weight."
             found.append(Finding(percent(shares["sink_logit"]), meaning, detail, statistic="sink_mass"))
-        found += [self._special(shares["special"]), self._typed()]
+        found += [self._special(shares["special"]), self._typed() if len(self.types) > 1 else None]
         entropy = heads["entropy"].median()
         found.append(
             Finding(
@@ -457,7 +467,7 @@ class Findings:
             steps = self._steps("map", _row(rows, chosen[0]))
         return Finding(
             f"{sum(named.values()):,} of {total:,}",
-            "head has one clear type" if total == 1 else "heads have one clear type",
+            "heads have one clear type",
             f"{detail}.",
             steps,
             _rows(self.types["type"] != MIXED),

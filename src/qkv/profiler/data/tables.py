@@ -37,12 +37,17 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
     table["top_key"], table["top_key_token"], table["top_key_share"] = top
     table["target"], table["target_share"] = _targets(data, table)
     table["goes_to"] = [
-        f"spread ({keys:.0f} keys)" if target == "spread" else f"{target} {100 * share:.0f} %"
+        f"{target} {100 * share:.0f} %" if target != "spread" else _spread(keys)
         for target, share, keys in zip(table["target"], table["target_share"], table["effective_keys"], strict=True)
     ]
     for name in custom_variables(data):
         table[name] = over_texts(data[name + BY_HEAD].values).ravel()
     return table
+
+
+def _spread(keys: float) -> str:
+    """Where a head without a target sends its weight; one key of each query is not the same key for all."""
+    return "1 key a query" if keys < 1.5 else f"spread ({keys:.0f} keys)"
 
 
 def heads_of(data: xr.Dataset) -> pd.DataFrame:
