@@ -21,7 +21,7 @@ from qkv.masks import Causal
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Softmax
 from qkv.profiler.capture import probes
-from qkv.profiler.capture.record import geometry, principal_shares
+from qkv.profiler.capture.record import ObservedCall, Together, geometry, principal_shares
 from qkv.profiler.data.sinks import relative_norm, sink_tokens
 from qkv.profiler.data.tables import sink_scores
 
@@ -193,8 +193,8 @@ def test_geometry_by_plain_loops() -> None:
     learned, real = rand(6, 5), torch.ones(2, 11).bool()
     real[0, :3] = False
     q[0, :, :3], k[0, :, :3], v[0, :, :3] = 7.0, 5.0, 3.0  # padding plays no part
-    call = Call.of(q, k, v, Causal(), normalizer=Softmax(key=learned))
-    got = geometry(call, torch.tensor([3, 0]), real, real)
+    call, first = Call.of(q, k, v, Causal(), normalizer=Softmax(key=learned)), torch.tensor([3, 0])
+    got = ObservedCall("a", "self", 0, call, None, real, real, first, causal=True, source="qkv").vectors()
     shares = principal_shares(got["key_scatter"], 6)
     for i, j in np.ndindex(2, 6):
         start = 3 if i == 0 else 0
@@ -213,10 +213,40 @@ def test_geometry_by_plain_loops() -> None:
             np.testing.assert_allclose(got[name][i, j, start:], np.linalg.norm(x, axis=-1), atol=1e-12)
 
 
+def test_calls_of_equal_sizes_are_summarised_together() -> None:
+    """As each alone, by one call of the function; what the model changes afterwards plays no part."""
+    sizes, calls = [(2, 6, 11), (2, 6, 11), (2, 6, 13), (2, 6, 11)], list[int]()
+
+    def counted(*x: Tensor | None) -> dict[str, Tensor]:
+        calls.append(0 if x[0] is None else len(x[0]))
+        return geometry(*x)  # type: ignore[arg-type]
+
+    waiting, real = Together(counted), torch.ones(2, 11).bool()
+    real[0, :3] = False
+    given = [(rand(*size, 5, seed=i), rand(2, 3, size[2], 5, seed=9 + i)) for i, size in enumerate(sizes)]
+    masks = [(real, real), (None, None), (None, None), (real, real)]
+    first = torch.tensor([3, 0])
+    alone = [geometry(q, k, first, *mask) for (q, k), mask in zip(given, masks, strict=True)]
+    with torch.inference_mode():
+        found = [waiting.add(q, k, first, *mask) for (q, k), mask in zip(given, masks, strict=True)]
+    for q, k in given:
+        q.fill_(7)
+        k.fill_(7)
+    assert not any(found)
+    waiting.finish()
+    assert sorted(calls) == [2, 2, 4]
+    for got, want in zip(found, alone, strict=True):
+        for name, x in want.items():
+            torch.testing.assert_close(got[name], x, rtol=1e-9, atol=1e-9, equal_nan=True)
+    large = rand(1, 1, 2**17, 5)
+    assert waiting.add(large, large, torch.tensor([0]), None, None), "at once, without a copy"
+    assert not waiting.waiting
+
+
 def test_small_angles_and_relative_norms_by_hand() -> None:
     k = torch.ones(1, 1, 5, 4)
     k[0, 0, 0, 0] += 1e-3
-    angle = geometry(Call.of(k, k, k), 0, None, None)["first_key_angle"].item()
+    angle = geometry(k, k, torch.tensor([0]))["first_key_angle"].item()
     assert angle == pytest.approx(math.degrees(1e-3 * math.sqrt(3) / 4), rel=1e-2)
     norm = np.array([[0.1, 2.0, 4.0, np.nan]])
     np.testing.assert_allclose(relative_norm(norm), [[0.1 / 3, 2 / 2.05, 4 / 1.05, np.nan]])

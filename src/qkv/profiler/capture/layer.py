@@ -172,7 +172,7 @@ class Layer:
         by_scores = waiting[0].q is None
         whole = joint.start == 0 and len(joint.rows) == joint.stop
         _, statistics, weights = now.measures.of(observed, norms=joint.norms() if by_scores else observed.norms)
-        vectors = observed.vectors if whole and not by_scores else {}
+        vectors = observed.vectors() if whole and not by_scores else {}
         record = self._record(statistics, vectors, weights, observed.queries, observed.keys)
         return Measured(joint.start, joint.stop - joint.start, len(now.selections), joint.rows, record)
 

@@ -81,6 +81,7 @@ class Observer:
     def records(self) -> list[Record]:
         """What a `Recorder` has measured."""
         assert isinstance(self.receive, Recorder)
+        self.receive.finish()
         return self.in_order(self.receive.records)
 
     @property

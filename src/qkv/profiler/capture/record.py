@@ -82,12 +82,21 @@ class ObservedCall:
             return None
         return value_norms(self.call, self.keys)
 
-    @property
-    def vectors(self) -> dict[str, Tensor]:
-        """Lengths and directions of queries, keys and values, if the call has them."""
+    def vectors(self, of: Callable[..., dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
+        """Lengths and directions of queries, keys and values, if the call has them.
+
+        Args:
+            of: `geometry`, or the `add` of `Together`, with which all but ``value_norm`` is there later.
+        """
         if self.source in WEIGHTS_ONLY:
             return {}
-        return geometry(detached(self.call), self.first, self.queries, self.keys)
+        call, (b, h, _, d) = detached(self.call), self.call.q.shape
+        learned = call.normalizer.key if isinstance(call.normalizer, SumToOne) else None
+        learned = None if learned is None or learned.shape[-1] != d else learned.detach().expand(b, h, d)
+        first = torch.as_tensor(self.first, device=call.k.device).expand(b)
+        found = (of or geometry)(call.q, call.k, first, self.queries, self.keys, learned)
+        found["value_norm"] = value_norms(call, self.keys)
+        return found
 
 
 @dataclass(frozen=True)
@@ -147,7 +156,11 @@ class Measures:
         return result, replace(statistics, thumbnail=small), weights
 
     def record(
-        self, observed: ObservedCall, result: Result | None = None, changed: Mapping[int, Call] | None = None
+        self,
+        observed: ObservedCall,
+        result: Result | None = None,
+        changed: Mapping[int, Call] | None = None,
+        vectors: Callable[..., dict[str, Tensor]] | None = None,
     ) -> tuple[Result, Record]:
         """Measure a call of a whole text.
 
@@ -155,16 +168,18 @@ class Measures:
             observed: the call.
             result: its result, if it has been computed.
             changed: the calls of single heads whose weights an edit changed.
+            vectors: as in `ObservedCall.vectors`.
         """
-        vectors = observed.vectors
-        norms = vectors.get("value_norm") if observed.call.values is None else None
+        about = observed.vectors(vectors)
+        norms = about.get("value_norm") if observed.call.values is None else None
         result, statistics, weights = self.of(observed, result, norms)
-        found = (statistics, vectors, weights)
-        if statistics.entropy.device.type != "cpu":
-            found = copied_to_cpu(found)  # those of all layers could fill a card
+        if statistics.entropy.device.type != "cpu":  # those of all layers could fill a card
+            statistics, copies, weights = copied_to_cpu((statistics, about, weights))
+            about.update(copies)
         record = Record(
-            observed.module, observed.group, observed.layer, *found, observed.queries, observed.keys, observed.causal
-        )
+            observed.module, observed.group, observed.layer, statistics, about, weights, observed.queries,
+            observed.keys, observed.causal,
+        )  # fmt: skip
         others: dict[int, Record] = {}  # several heads may share a call
         for head, call in (changed or {}).items():
             if id(call) not in others:
@@ -183,13 +198,21 @@ class Recorder:
 
     def __init__(self, measures: Measures | None = None) -> None:
         self.measures, self.records = measures or Measures(), list[Record]()
+        self.vectors = Together(geometry)
         self.group: ProcessGroup | None = None
         """The processes that share the sequence, if there are several."""
 
     def __call__(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
-        result, record = self.measures.record(observed, result, changed)
+        result, record = self.measures.record(observed, result, changed, self.vectors.add)
         self.records.append(record)
         return result
+
+    def finish(self) -> None:
+        """Measure what waits for more calls of the same sizes."""
+        self.vectors.finish()
+        for record in self.records:
+            if on_card := {name: x for name, x in record.geometry.items() if x.device.type != "cpu"}:
+                record.geometry.update(copied_to_cpu(on_card))
 
     def shared(self, name: str, group: str, layer: int, shared: Shared, result: Result) -> None:
         """Measure a call that several processes make together: each records the statistics of the whole sequence."""
@@ -251,47 +274,98 @@ def copied_to_cpu(values: T) -> T:
     return mapped(values, lambda x: next(copies).view(x.shape))
 
 
+TOGETHER = 2**23  # bytes of the tensors that are summarised together: they stay in the cache of a processor
+
+
+class Together:
+    """Summarises tensors of equal sizes together: on a short text an operation costs more than its numbers.
+
+    Args:
+        summarise: gives tensors by name; the first dimension of its arguments and its results is the batch.
+    """
+
+    def __init__(self, summarise: Callable[..., dict[str, Tensor]]) -> None:
+        self.summarise = summarise
+        self.waiting: dict[Any, list[tuple[list[Tensor | None], dict[str, Tensor]]]] = {}
+
+    def add(self, *tensors: Tensor | None) -> dict[str, Tensor]:
+        """A mapping that has the summary of these tensors at the latest after `finish`.
+
+        The tensors are copied, because the model may change them in place; large ones are summarised at once.
+        """
+        found = dict[str, Tensor]()
+        size = sum(x.nbytes for x in tensors if x is not None)
+        with torch.inference_mode(False), torch.no_grad():
+            if 2 * size > TOGETHER:
+                found.update(self.summarise(*tensors))
+                return found
+            copies = [None if x is None else x.clone() for x in tensors]
+        kind = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
+        waiting = self.waiting.setdefault(kind, [])
+        waiting.append((copies, found))
+        if (len(waiting) + 1) * size > TOGETHER:
+            self._summarise(kind)
+        return found
+
+    def finish(self) -> None:
+        """Summarise all that waits."""
+        for kind in list(self.waiting):
+            self._summarise(kind)
+
+    def _summarise(self, kind: Any) -> None:
+        tensors, results = zip(*self.waiting.pop(kind), strict=True)
+        with torch.inference_mode(False), torch.no_grad():
+            columns = zip(*tensors, strict=True)
+            together = self.summarise(*(None if column[0] is None else torch.cat(column) for column in columns))
+            for name, values in together.items():
+                for one, value in zip(results, values.chunk(len(results)), strict=True):
+                    one[name] = value
+
+
 # --- lengths and directions: the key of a sink is short but has the direction of all queries, and its value is small --
 
 DIRECTIONS = 3  # number of principal directions of the keys whose share of the variance is reported
 
 
 def geometry(
-    call: Call, first: int | Int[Tensor, " b"], queries: Bool[Tensor, "b nq"] | None, keys: Bool[Tensor, "b nk"] | None
+    q: Float[Tensor, "b h nq d"],
+    k: Float[Tensor, "b hkv nk d"],
+    first: Int[Tensor, " b"],
+    queries: Bool[Tensor, "b nq"] | None = None,
+    keys: Bool[Tensor, "b nk"] | None = None,
+    learned: Float[Tensor, "b h d"] | None = None,
 ) -> dict[str, Tensor]:
-    """Lengths and directions of the vectors of a call, after projection and rotary positions.
+    """Lengths and directions of the queries and keys of a call, after projection and rotary positions.
 
     Args:
-        call: the attention call.
-        first: position of the first key of the text, or one position for each batch item.
+        q: queries.
+        k: keys.
+        first: position of the first key of the text.
         queries: True at real queries; all if None.
         keys: True at real keys; all if None.
+        learned: the learned key of the normalizer, if it has one.
 
     Returns:
-        ``query_norm`` (b, h, nq), ``key_norm`` and ``value_norm`` (b, h, nk); (b, h): ``cosine_first``, mean cosine
+        ``query_norm`` (b, h, nq), ``key_norm`` (b, h, nk); (b, h): ``cosine_first``, mean cosine
         of the queries to the first key, ``cosine_others``, to all other keys, ``first_key_angle``, degrees between the
-        first key and the mean of the others, and ``key_bias_cosine``, mean cosine of the queries to the learned key,
-        where the normalizer has one; ``key_scatter`` (b, hkv, m, m), products of the centred keys, from which
+        first key and the mean of the others, and ``key_bias_cosine``, mean cosine of the queries to the learned key;
+        ``key_scatter`` (b, hkv, m, m), products of the centred keys, from which
         `principal_shares` gives the shares of their variance in the first principal directions.
     """
-    wide = at_least_float32(call.q.dtype)
-    group = call.q.shape[1] // call.k.shape[1]
-    b, _, n_keys, _ = call.k.shape
-    real_q = _real(queries, call.q)
-    real_k = _real(keys, call.k)
-    q, k, v = (_without_padding(x.to(wide), real) for x, real in ((call.q, queries), (call.k, keys), (call.v, keys)))
-    query_norm, key_norm, value_norm = (torch.linalg.vector_norm(x, dim=-1) for x in (q, k, v))
-    at = torch.as_tensor(first, device=k.device).expand(b)
-    is_first = torch.arange(n_keys, device=k.device) == at[:, None]
+    wide = at_least_float32(q.dtype)
+    group = q.shape[1] // k.shape[1]
+    real_q, real_k = _real(queries, q), _real(keys, k)
+    q, k = (_without_padding(x.to(wide), real) for x, real in ((q, queries), (k, keys)))
+    query_norm, key_norm = (torch.linalg.vector_norm(x, dim=-1) for x in (q, k))
+    is_first = torch.arange(k.shape[2], device=k.device) == first[:, None]
     other = (real_k & ~is_first[:, None]).to(wide)
 
     query = _mean(q, real_q.to(wide), query_norm)
-    first_key = k.gather(2, at[:, None, None, None].expand(b, k.shape[1], 1, k.shape[3]))[:, :, 0]
+    first_key = k.gather(2, first[:, None, None, None].expand(-1, k.shape[1], 1, k.shape[3]))[:, :, 0]
     rest = _mean(k, other)
     found = {
         "query_norm": query_norm,
         "key_norm": _of_query_heads(key_norm, group),
-        "value_norm": _of_query_heads(value_norm, group),
         "cosine_first": (query * _of_query_heads(_unit(first_key), group)).sum(-1),
         "cosine_others": (query * _of_query_heads(_mean(k, other, key_norm), group)).sum(-1),
         "first_key_angle": _of_query_heads(_angle(first_key, rest), group),
@@ -300,10 +374,8 @@ def geometry(
     single = other.sum(2) == 0  # a text of one token has no other keys
     for name in ("cosine_others", "first_key_angle"):
         found[name] = found[name].masked_fill(single, torch.nan)
-    if isinstance(call.normalizer, SumToOne) and call.normalizer.key is not None:
-        learned = call.normalizer.key.detach().to(query)
-        if learned.shape[-1] == query.shape[-1]:
-            found["key_bias_cosine"] = (query * _unit(learned)).sum(-1)
+    if learned is not None:
+        found["key_bias_cosine"] = (query * _unit(learned.to(query))).sum(-1)
     return found
 
 

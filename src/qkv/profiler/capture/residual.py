@@ -23,6 +23,7 @@ from qkv.errors import InputError
 from qkv.huggingface.attention import routes
 from qkv.profiler.capture.datasets import Arrays, joined
 from qkv.profiler.capture.intercept import is_attention, unwatched
+from qkv.profiler.capture.record import Together
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -212,6 +213,7 @@ class Residuals:
     target: Mapping[int, Bool[Tensor, "b n"]] = field(default_factory=dict)
     stacks: dict[str, list[list[dict[str, Tensor]]]] = field(default_factory=dict)
     """By stack, depth and text: what `_summarised` gives."""
+    together: Together = field(default_factory=lambda: Together(_summarised))
 
     @torch.no_grad()
     def record(self, stack: str, depth: int, hidden: Float[Tensor, "b n d"]) -> None:
@@ -221,7 +223,7 @@ class Residuals:
         states = self.stacks.setdefault(stack, [])
         assert depth == len(states)
         with unwatched():
-            states.append([_summarised(x.to(at_least_float32(x.dtype))) for x in texts])
+            states.append([self.together.add(x.to(at_least_float32(x.dtype))[None]) for x in texts])
 
 
 def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
@@ -231,6 +233,8 @@ def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
     start of `token`; after its ``n_tokens`` norms are NaN.
     """
     found = {}
+    for run in runs:
+        run.together.finish()
     for stack in runs[0].stacks:
         parts = [run.stacks.get(stack, []) for run in runs]
         if len({len(states) for states in parts}) == 1:
@@ -242,14 +246,14 @@ def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
 def _dataset(stack: str, texts: list[list[dict[str, Tensor]]]) -> xr.Dataset:
     parts = []
     for text in texts:
-        values = {name: np.array([state[name].cpu().numpy() for state in text])[None] for name in text[0]}
+        values = {name: torch.cat([state[name].cpu() for state in text]).numpy()[None] for name in text[0]}
         with np.errstate(divide="ignore", invalid="ignore"):
             values["ratio"] = values["largest"][..., 0] / values["median"]
             values["first_ratio"] = values["first"] / values["median"]
         parts.append(Arrays(
             {name: (dims, values[name], {"units": units, "definition": definition})
              for name, (dims, units, definition) in VARIABLES.items()},
-            {"depth": ("depth", np.arange(len(text))), "n_tokens": ("text", [len(text[0]["norm"])])},
+            {"depth": ("depth", np.arange(len(text))), "n_tokens": ("text", [text[0]["norm"].shape[1]])},
             {"stack": stack, "massive_above": MASSIVE, "massive_times_median": TIMES_MEDIAN},
         ))  # fmt: skip
     data = joined(parts)
@@ -257,42 +261,48 @@ def _dataset(stack: str, texts: list[list[dict[str, Tensor]]]) -> xr.Dataset:
     return data
 
 
-def _summarised(x: Float[Tensor, "n d"]) -> dict[str, Tensor]:
-    """Norms, similarity and largest activations of the hidden states of one text at one depth."""
+def _summarised(x: Float[Tensor, "t n d"]) -> dict[str, Tensor]:
+    """Norms, similarity and largest activations of the hidden states of texts of equal length."""
     size = x.abs()
     # The largest activations belong to the tokens with the largest maxima, so only these few rows are sorted.
-    of_token = size.amax(1)
-    tokens = of_token.topk(min(LARGEST, len(x))).indices
-    largest, at = size[tokens].flatten().topk(min(LARGEST, len(tokens) * x.shape[1]))
-    empty = 0, LARGEST - len(largest)
+    of_token, d = size.amax(2), x.shape[2]
+    tokens = of_token.topk(min(LARGEST, x.shape[1])).indices
+    rows = size.gather(1, tokens[..., None].expand(-1, -1, d)).flatten(1)
+    largest, at = rows.topk(min(LARGEST, rows.shape[1]))
+    empty = 0, LARGEST - largest.shape[1]
     median = _median(size)
-    near = size[of_token > MASSIVE]
-    massive = torch.count_nonzero((near > MASSIVE) & (near >= TIMES_MEDIAN * median))
-    norm = torch.linalg.vector_norm(x, dim=1)
+    near = of_token > MASSIVE
+    text, sizes = near.nonzero()[:, 0], size[near]
+    massive = ((sizes > MASSIVE) & (sizes >= TIMES_MEDIAN * median[text, None])).sum(1)
+    norm = torch.linalg.vector_norm(x, dim=2)
     return {
-        "norm": norm, "cosine": _mean_cosine(x, norm), "median": median, "massive": massive, "first": of_token[0],
+        "norm": norm, "cosine": _mean_cosine(x, norm), "median": median, "first": of_token[:, 0],
+        "massive": massive.new_zeros(len(x)).index_add(0, text, massive),
         "largest": nn.functional.pad(largest, empty, value=math.nan),
-        "largest_token": nn.functional.pad(tokens[at // x.shape[1]], empty, value=-1),
-        "largest_dimension": nn.functional.pad(at % x.shape[1], empty, value=-1),
+        "largest_token": nn.functional.pad(tokens.gather(1, at // d), empty, value=-1),
+        "largest_dimension": nn.functional.pad(at % d, empty, value=-1),
     }  # fmt: skip
 
 
-def _mean_cosine(x: Float[Tensor, "n d"], norm: Float[Tensor, " n"]) -> Tensor:
+def _mean_cosine(x: Float[Tensor, "t n d"], norm: Float[Tensor, "t n"]) -> Float[Tensor, " t"]:
     """The mean cosine over all pairs of different rows that are not zero, in O(n d).
 
     For unit vectors u₁ … u_m, ‖Σ uᵢ‖² is m plus the sum of the cosines of all ordered pairs.
     """
     directed = norm >= torch.finfo(norm.dtype).tiny
-    total = torch.where(directed, 1 / norm, 0) @ x
-    m = torch.count_nonzero(directed).double()
+    total = (torch.where(directed, 1 / norm, 0)[:, None] @ x)[:, 0]
+    m = torch.count_nonzero(directed, dim=1).double()
     pairs = torch.where(m > 1, m * (m - 1), torch.nan)
-    return (total.double().square().sum() - m) / pairs
+    return (total.double().square().sum(1) - m) / pairs
 
 
-def _median(size: Float[Tensor, "n d"]) -> Tensor:
-    """`size.median()`, on a CPU by NumPy, which is several times as fast."""
-    values, at = size.flatten(), (size.numel() - 1) // 2
-    return torch.tensor(np.partition(values.numpy(), at)[at]) if size.device.type == "cpu" else nth(values, at)
+def _median(size: Float[Tensor, "t n d"]) -> Float[Tensor, " t"]:
+    """The `median()` of each text, on a CPU by NumPy, which is several times as fast."""
+    values = size.flatten(1)
+    at = (values.shape[1] - 1) // 2
+    if size.device.type == "cpu":
+        return torch.from_numpy(np.partition(values.numpy(), at)[:, at].copy())
+    return torch.stack([nth(x, at) for x in values])
 
 
 def nth(values: Float[Tensor, " n"], at: int) -> Tensor:
