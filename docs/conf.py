@@ -32,6 +32,7 @@ extensions = [
     "error_index",  # every-error.md: all error messages
     "contents",  # the tables of contents of folders, from their first pages
     "mechanism_pages",  # mechanisms/: base class, cost, source, tests and claims of each page
+    "accessible",  # levels, names and focus that the theme leaves out
     "open_in_jupyter",  # pages with code cells are notebooks, and can be downloaded as .ipynb
 ]
 exclude_patterns = ["_build", "experiments/runs"]
@@ -67,7 +68,7 @@ python_maximum_signature_line_length = 100
 
 html_theme = "furo"
 html_static_path = ["_static"]
-html_css_files = ["site.css"]
+html_css_files, html_favicon = ["site.css"], "_static/favicon.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +47,7 @@ from viewer_fixture import (
     floats,
     hostile,
     inaccessible,
+    new_context,
     overflow,
     percent,
     plain,
@@ -55,7 +58,7 @@ from viewer_fixture import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from playwright.sync_api import BrowserContext, Page
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
@@ -869,3 +872,43 @@ def test_weights_and_outputs_by_hand_equal_the_reference(by_hand: Page) -> None:
         page.fill('input[name="temperature"]', "-1")
         _equals(page, _expected([Q[0], [99, 1.5], Q[2]], [[99, 1], *keys[1:]], values, normalizer(0.1)))
         assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))
+
+
+SITE = """# A page
+
+```{toctree}
+:caption: Learn
+
+other
+```
+
+| | wide |
+|---|---|
+| one | two |
+
+```python
+"a line of code that is much wider than the window of a phone, so that it must be scrolled, by keyboard, too"
+```
+
+## A part
+
+$$\\sum_{abcdefghijklmnopqrstuvwxyz} abcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyz$$
+"""
+
+
+def test_a_page_of_the_site_satisfies_axe(browser: Browser, tmp_path: Path) -> None:
+    """Settings of docs/conf.py, on a page with captions, code, a formula and an empty header."""
+    pytest.importorskip("furo", reason="the site needs the docs extra")
+    (tmp_path / "index.md").write_text(SITE)
+    (tmp_path / "other.md").write_text("# Other")
+    docs = Path(__file__).parents[2] / "docs"
+    extensions = ["-D", "extensions=myst_nb,sphinx_copybutton,mathml,accessible"]
+    command = [sys.executable, "-m", "sphinx", "-q", "-c", docs, *extensions, tmp_path, tmp_path / "site"]
+    subprocess.run(command, check=True)
+    page = new_context(browser, viewport=PHONE).new_page()
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.goto((tmp_path / "site" / "index.html").as_uri())
+        assert page.locator("link[rel='shortcut icon']").count() == 1
+        assert page.locator("pre[tabindex='0']").count() == 1
+        assert inaccessible(page) == []
