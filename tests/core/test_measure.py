@@ -23,7 +23,7 @@ from qkv.scores import Dot
 from qkv.statistics import BUILT_IN, Local, Mass, PrefixSinkScores, Streaming, measure_weights
 from qkv.statistics.gradients import DIFFERENTIABLE
 from qkv.statistics.measure import Statistics
-from qkv.statistics.result import field_of
+from qkv.statistics.result import Thumbnail, field_of
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
 TESTED_SEPARATELY = {
@@ -240,6 +240,10 @@ def test_visible_queries_prefix_scores_and_thumbnail(name: str, nq: int, nk: int
     top, mean = pooled(weights, small.query_bin, small.key_bin)
     close(small.maximum, top)
     close(small.mean, mean)
+    whole = Thumbnail.of_weights(weights, bins)
+    assert (whole.query_bin, whole.key_bin) == (small.query_bin, small.key_bin)
+    close(whole.maximum, top)
+    close(whole.mean, mean)
 
 
 @pytest.mark.usefixtures("tile4")

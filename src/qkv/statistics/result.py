@@ -43,6 +43,8 @@ class Thumbnail:
         """Pool all weights of a call, as `measure` does with the option `bins`."""
         n_queries, n_keys = weights.shape[2:]
         size = bin_size(n_queries, bins), bin_size(n_keys, bins)
+        if size == (1, 1):
+            return Thumbnail(weights, weights, 1, 1)
         mean = nn.functional.avg_pool2d(weights, size, ceil_mode=True, count_include_pad=False)
         if any(padding := (0, -n_keys % size[1], 0, -n_queries % size[0])):
             weights = nn.functional.pad(weights, padding, value=-torch.inf)
