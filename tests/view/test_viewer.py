@@ -420,7 +420,7 @@ def live() -> Live:
 WEIGHT = "Weight on the first token"
 TITLES = [
     WEIGHT,
-    "α of the first token",
+    "Weight on the first token, first 64 queries",
     "Norm of the first token’s value",
     "What the first token’s value adds",
     "Norm of the first token’s key",

@@ -7,7 +7,7 @@ import { joined } from "./findings.js";
 import { headTitle } from "./heads.js";
 import { truncated, integer, named, percent, written } from "./numbers.js";
 
-const SINK_THRESHOLD = 0.3; // a head has a sink if α is larger (Gu et al. 2025)
+const SINK_THRESHOLD = 0.3; // a head has a sink if the mean weight on it is larger (α of Gu et al. 2025)
 const KINDS_OF_TEXT = [["alpha_first", "this text"], ["alpha_random", "random tokens"], ["alpha_repeated", "one token repeated"]];
 const BEFORE_COLOUR = "var(--accent)", AFTER_COLOUR = "var(--second)";
 
@@ -32,9 +32,9 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
   const scores = (column) => both((one) => one.sinks?.[column] ?? null);
   const charts = [
     byLayerChart({ ...more, title: "Weight on the first token", note: "mean share of the row, later queries · dashed: 30 %", values: both((one) => one.sink), unit: "%", reference: SINK_THRESHOLD }),
-    byLayerChart({ ...more, title: "α of the first token", note: "mean share of the row, first 64 queries · dashed: 30 %", values: scores("alpha_first"), unit: "%", reference: SINK_THRESHOLD }),
+    byLayerChart({ ...more, title: "Weight on the first token, first 64 queries", note: "mean share of the row · dashed: 30 %", values: scores("alpha_first"), unit: "%", reference: SINK_THRESHOLD }),
     byLayerChart({ ...more, title: "Norm of the first token’s value", note: "relative to the mean of the other tokens · logarithmic", values: scores("value_norm_first"), unit: "×", reference: 1, log: true }),
-    byLayerChart({ ...more, title: "What the first token’s value adds", note: "its ‖a v‖, as a share of the sum over keys", values: scores("contribution_first"), unit: "%" }),
+    byLayerChart({ ...more, title: "What the first token’s value adds", note: "norm of weight × value, as a share of the sum over keys", values: scores("contribution_first"), unit: "%" }),
     byLayerChart({ ...more, title: "Undivided weight on the first token", note: "of layers whose rows do not sum to 1, before they are divided by their sums", values: both(undividedWeight), unit: "" }),
     byLayerChart({ ...more, title: "Norm of the first token’s key", note: "relative to the mean of the other tokens · logarithmic", values: scores("key_norm_first"), unit: "×", reference: 1, log: true }),
     byLayerChart({ ...more, title: "Weight on no token", note: "on the learned sink, or on the term 1 of “off by one”", values: scores("learned_sink"), unit: "%" }),
@@ -78,7 +78,7 @@ function kindsChart({ group, names, chosen, select }, after) {
   }));
   const count = (column) => series.map((one) => one.columns[column].filter(({ value }) => value > SINK_THRESHOLD).length).join(" → ");
   return dotChart({
-    group, series, chosen, select, unit: "%", reference: SINK_THRESHOLD, title: "First token, on three kinds of text", note: `first 64 queries · dashed: ${SINK_THRESHOLD}; below: heads above it`,
+    group, series, chosen, select, unit: "%", reference: SINK_THRESHOLD, title: "First token, on three kinds of text", note: `first 64 queries · dashed: ${percent(SINK_THRESHOLD)}; below: heads above it`,
     columns: kinds.map(([, kind]) => kind), below: kinds.map((_, column) => `${count(column)} of ${group.layers.length * group.heads.length}`),
     nameOf: (at) => titleOf(group, at),
   });
@@ -204,11 +204,11 @@ function sinkTokenTable(group, name, several) {
   const found = group.sink_tokens;
   if (!found) return null;
   const lengths = found.value_norm, title = name ? `Tokens that are sinks, ${name}` : "Tokens that are sinks";
-  const caption = h("figcaption", { style: { display: "block" } }, h("div", {}, title), h("small", {}, `α > ${SINK_THRESHOLD} over all queries that can attend to the token`));
+  const caption = h("figcaption", { style: { display: "block" } }, h("div", {}, title), h("small", {}, `mean weight above ${percent(SINK_THRESHOLD)}, over all queries that can attend to the token`));
   if (!found.token.length) return h("figure", {}, caption, h("p", { class: "note" }, "None: no token has such a score in any head."));
   return h("figure", { class: "sink-tokens", style: { "min-width": 0 } }, caption,
     h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": title }, h("table", { class: "token-table" },
-      h("thead", {}, h("tr", {}, ["Token", several ? "Text" : null, "Position", "Heads", "Layers", "Largest α", lengths ? "Value norm" : null].filter(Boolean).map((word) => h("th", { scope: "col" }, word)))),
+      h("thead", {}, h("tr", {}, ["Token", several ? "Text" : null, "Position", "Heads", "Layers", "Largest weight", lengths ? "Value norm" : null].filter(Boolean).map((word) => h("th", { scope: "col" }, word)))),
       h("tbody", {}, found.token.map((token, i) => h("tr", {},
         h("th", { scope: "row" }, h("code", { title: named(token) }, named(token))),
         several ? h("td", {}, integer(found.text[i] + 1)) : null,

@@ -167,7 +167,7 @@ class Plots:
         data = self._profile.group(group)
         table = sink_table(data)
         kinds = {column: label for column, label in KINDS_OF_TEXT.items() if table[column].notna().any()}
-        score = "α: mean weight on a token; above, of the first 64 queries"
+        score = "mean weight on a token; above, of the first 64 queries"
         even = "" if np.isnan(mean := table["alpha_even"].mean()) else f" (even rows: {percent(mean)})"
         norm = Normalize(0, max([1.0, *(table[column].max() for column in kinds)]))
         maps = []
@@ -182,7 +182,7 @@ class Plots:
             axes.plot(x + 0.36, y - 0.36, linestyle="", marker="o", ms=2.2, mew=0, color=WARM)
         for bar in figure.axes[-1:]:  # none without kinds
             bar.axhline(EPSILON, color=WARM, lw=1.2)
-            bar.set_ylabel("α of the first token")
+            bar.set_ylabel("mean weight on the first token")
         _values(chart(figure, 0.75, lower + 0.1, 2.9, 2.4, "The value that a sink adds"), table)
         wide = figure.get_figwidth() - 5.65
         tokens = chart(figure, 5.15, lower + 0.1, wide, 2.4, "Tokens that are sinks over the whole text")
@@ -513,7 +513,7 @@ def _values(axes: Axes, table: pd.DataFrame) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel="α of the first token", ylabel="norm of its value / mean of the others")
+    axes.set(xlabel="mean weight on the first token", ylabel="norm of its value / mean of the others")
 
 
 def _tokens(axes: Axes, tokens: pd.DataFrame, heads: int) -> None:
@@ -521,7 +521,7 @@ def _tokens(axes: Axes, tokens: pd.DataFrame, heads: int) -> None:
     rows = tokens.head(TOKENS)
     if rows.empty:
         axes.set_axis_off()
-        axes.text(0, 0.9, f"none: no token has α > {EPSILON:g} in any head", color=MUTED, fontsize=8.5)
+        axes.text(0, 0.9, f"none: no token has more than {percent(EPSILON)} in any head", color=MUTED, fontsize=8.5)
         return
     axes.barh(np.arange(len(rows)), rows["heads"], height=0.62, color=WARM, lw=0)
     names = [f"{tables.readable(row.token)}  ({row.position:,})" for row in rows.itertuples()]
@@ -551,7 +551,7 @@ def _by_layer(axes: Axes, layers: np.ndarray, table: pd.DataFrame, window: str, 
         axes.vlines(at, whole, first, color=HAIRLINE, lw=1, zorder=1)
         axes.scatter(at, whole, s=15, facecolor="white", edgecolor=MUTED, lw=0.9, zorder=2, label="over the whole text")
     reference_line(axes, EPSILON, "")
-    axes.set(ylim=(0, _top(first)), ylabel="α: mean share of the row on the first token")
+    axes.set(ylim=(0, _top(first)), ylabel="mean weight on the first token")
     axes.yaxis.set_major_formatter(PERCENT)
     if not np.isfinite(table["alpha_first"]).any():
         missing = "the profile has no score of\nthese heads over the first queries"

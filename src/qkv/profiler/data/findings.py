@@ -595,7 +595,7 @@ def _reason(normalizer: str, before: xr.Dataset, after: xr.Dataset, *, worked: b
     if normalizer == "sigmoid" and "row_sum" in after and not worked:
         total = float(np.nanmean(after["row_sum"].values[:, sinks]))
         return (
-            f"In these heads a row sums to {written(total, '')} on average instead of 1, and α is a share of that sum: "
-            "the model was not trained with a sigmoid, so the first token still has the largest scores"
+            f"In these heads a row sums to {written(total, '')} on average instead of 1, and the weight is a share "
+            "of that sum: the model was not trained with a sigmoid, so the first token still has the largest scores"
         )
     return ""
