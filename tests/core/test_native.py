@@ -122,9 +122,11 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
         subprocess.run(
             ["cc", *shlex.split(os.environ.get("CFLAGS", "-O1")), *flags, source, "-o", str(path), "-lm"], check=True
         )
-        function = ctypes.CDLL(str(path)).qkv_attend
-        function.argtypes = [ctypes.POINTER(native.binding.Arguments)]
-        return function
+        library = ctypes.CDLL(str(path))
+        library.qkv_attend.argtypes = [ctypes.POINTER(native.binding.Arguments)]
+        if macro != "BFLOAT16":
+            library.qkv_gradients.argtypes = [ctypes.POINTER(native.binding.Gradients)]
+        return library
 
     return compiled
 
@@ -140,10 +142,11 @@ def level(request: pytest.FixtureRequest, emulation: Callable[[str], Any], monke
     if found.qkv_level() != number:
         functions = {name: getattr(found, name) for name in ("qkv_attend", "qkv_decode", "qkv_gradients")}
         if number == PRODUCTS:
-            functions["qkv_attend_bfloat16"] = emulation("BFLOAT16")
+            functions["qkv_attend_bfloat16"] = emulation("BFLOAT16").qkv_attend
         elif number == TILES:
             for name, parts in (("_bfloat16", 1), ("_float16", 2), ("", 3)):
-                functions[f"qkv_attend{name}"] = emulation(f"PARTS={parts}")
+                tiles = emulation(f"PARTS={parts}")
+                functions |= {f"{x}{name}": getattr(tiles, x) for x in ("qkv_attend", "qkv_gradients")}
         found = SimpleNamespace(**functions, qkv_level=lambda: number)
     monkeypatch.setattr(native.binding, "library", lambda: found)
     return number
@@ -607,6 +610,49 @@ def test_one_pass_gives_other_gradients_than_the_weights(shape: str, mask: str, 
         return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
 
     assert_close(found(torch.float32, "auto"), found(torch.float64, "eager"))
+
+
+@pytest.mark.parametrize(("shape", "mask", "bias", "name", "level", "dtype"), [(*x, *y) for *x, y in covering(
+    GRADED[1:], GRADED_MASKS, FIXED, ["softmax", "sigmoid, learned bias, by keys", "elu + 1 by sum", "entmax, sink"],
+    MULTIPLIED[1:],
+)], indirect=["level"])  # fmt: skip
+def test_gradients_by_products_of_a_processor_differ_from_float64(
+    shape: str, mask: str, bias: str, name: str, level: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (b, h, *_, n_queries, n_keys, _, _), run, served = SHAPES[shape], native.binding.run, list[str]()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 + len(mask) % 2)
+
+    def recorded(function: str, arguments: Any) -> bool:
+        served.append(function)
+        return run(function, arguments)
+
+    monkeypatch.setattr("qkv.native.kernel.run", recorded)
+    made_mask = MASKS[mask](torch.rand(b, n_keys) > 0.3)
+    tensors, numbers = [x.to(dtype) for x in inputs(shape, 1.0)], torch.linspace(-2, 2, h)
+    table = torch.randn(1, n_queries + n_keys - 1) / 4
+
+    def found(exact: bool) -> list[Tensor]:
+        made = [x.detach().to(torch.float64 if exact else x.dtype) for x in (*tensors, numbers, table)]
+        *leaves, numbers_of, table_of = (x.requires_grad_() for x in made)
+        normalizer = Softmax(sink=numbers_of) if name == "softmax" else NORMALIZERS[name](numbers_of)
+        out, got = qkv.attend(
+            *leaves, mask=made_mask, bias=(ByDistance(table_of), *FIXED[bias]), normalizer=normalizer,
+            kernel="eager" if exact else "auto", return_statistics=True,
+        )  # fmt: skip
+        fields = {"out": out} | {x: getattr(got, x) for x in DIFFERENTIABLE}
+        generator, loss = torch.Generator().manual_seed(0), torch.zeros((), dtype=torch.float64)
+        for i, x in enumerate(x for x in fields.values() if x is not None):
+            if i == 0 or i % 3 == len(shape) % 3 or bias == "none":  # some, or all together
+                y = x.masked_fill(x == -torch.inf, 0)
+                part = torch.randn(y.shape, generator=generator).to(dtype) / y.detach().abs().max().clamp(min=1)
+                loss = loss + (y * part.to(y)).sum().double()
+        grads = torch.autograd.grad(loss, [*leaves, table_of, numbers_of], allow_unused=True)
+        return [x for x in grads if x is not None]
+
+    got, want = found(exact=False), found(exact=True)
+    assert served == ["qkv_gradients" + {SINGLE: "", HALF: "_float16", BF16: "_bfloat16"}[dtype]]
+    tolerance = {SINGLE: 2e-5, HALF: 2e-3, BF16: 2e-2}[dtype]
+    assert_close(got, want, tolerance)
 
 
 def test_threads_change_gradients_or_the_same_number_of_them_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:

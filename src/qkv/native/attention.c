@@ -745,18 +745,24 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
 
 /* ---- A call ----------------------------------------------------------------------------------------------------- */
 
+/* Bits of the keys of a panel that exist and are no padding; the latter is also written to `kept` and `padded`. */
+static uint32_t find_existing(const Call *c, const Space *s, int64_t batch, int64_t first) {
+    uint32_t exist = 0;
+    for (int64_t j = first; j < first + PW; j++) {
+        const int real = j < c->nk && (!c->keep || c->keep[batch * c->nk + j]);
+        exist |= (uint32_t)real << (j - first);
+        if (!s->kept) continue;
+        if (j % CELL == 0) s->padded[j / CELL] = 0;
+        s->kept[j] = -real, s->padded[j / CELL] += !real;
+    }
+    return exist;
+}
+
 /* Pack the keys [from, to) of a key head; padding and keys beyond the end are 0. */
 static void pack(const Call *c, const Space *s, int64_t batch, int64_t head, int64_t from, int64_t to) {
     const Number *k = c->k + batch * c->ks[0] + head * c->ks[1], *v = c->v + batch * c->vs[0] + head * c->vs[1];
     for (int64_t first = from; first < to; first += PW) {
-        uint32_t exist = 0;
-        for (int64_t j = first; j < first + PW; j++) {
-            const int real = j < c->nk && (!c->keep || c->keep[batch * c->nk + j]);
-            exist |= (uint32_t)real << (j - first);
-            if (!s->kept) continue;
-            if (j % CELL == 0) s->padded[j / CELL] = 0;
-            s->kept[j] = -real, s->padded[j / CELL] += !real;
-        }
+        const uint32_t exist = find_existing(c, s, batch, first);
         pack_keys(k + first * c->ks[2], c->ks[2], exist, c->d, s->k + first / PW * key_size(c->d));
         if (c->out) pack_values(v + first * c->vs[2], c->vs[2], exist, c->dv, s->v + first / PW * value_size(c->dv));
     }

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 MULTIPLIED = {5: (torch.bfloat16,), 6: (torch.bfloat16, torch.float16)}
 """By level of `INSTRUCTIONS`, the dtypes that are multiplied without conversion to float32."""
+GRADED = {6: (torch.bfloat16, torch.float16)}
+"""The same of gradients."""
 FEW_ROWS, FEW_QUERIES, FEW_KEYS = 16, 8, 128
 """Up to so many queries of a key head, keys and values are read in place (`decode.c`); but packed for more than
 `FEW_QUERIES` of one query head and up to `FEW_KEYS` keys, where packing is faster: 0.7 times as long for 16 of each."""
@@ -94,6 +96,8 @@ def library() -> ctypes.CDLL | str:
             function.argtypes, function.restype = [ctypes.POINTER(arguments)], ctypes.c_int
         for dtype in MULTIPLIED.get(compiled.qkv_level(), ()):
             getattr(compiled, f"qkv_attend_{str(dtype)[6:]}").argtypes = [ctypes.POINTER(Arguments)]
+        for dtype in GRADED.get(compiled.qkv_level(), ()):
+            getattr(compiled, f"qkv_gradients_{str(dtype)[6:]}").argtypes = [ctypes.POINTER(Gradients)]
     except (OSError, AttributeError) as error:
         return f"the native library {LIBRARY.name} cannot be loaded: {error}"
     return compiled
@@ -209,13 +213,19 @@ def _in_place(heads: int, key_heads: int, n_queries: int, n_keys: int) -> bool:
     return n_queries * heads <= FEW_ROWS * key_heads and (n_queries <= FEW_QUERIES or n_keys > FEW_KEYS)
 
 
-def products(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+def products(q: Tensor, k: Tensor, v: Tensor, levels: Mapping[int, Sequence[torch.dtype]] = MULTIPLIED) -> torch.dtype:
     """Return the dtype of a call in the library: that of q, k and v if they have one that the processor multiplies."""
     if q.dtype == torch.float32 or k.dtype != q.dtype or v.dtype != q.dtype:
         return torch.float32
     many = not _in_place(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    multiplied = MULTIPLIED.get(library().qkv_level(), ())  # type: ignore[union-attr]
+    multiplied = levels.get(library().qkv_level(), ())  # type: ignore[union-attr]
     return q.dtype if many and q.dtype in multiplied else torch.float32
+
+
+def gradient_products(q: Tensor, k: Tensor, v: Tensor, *results: Tensor | None) -> torch.dtype:
+    """Return the dtype of gradients in the library, as `products`: also that of the output and its gradient."""
+    dtype = products(q, k, v, GRADED)
+    return dtype if all(x is None or x.dtype == dtype for x in results) else torch.float32
 
 
 def _in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:

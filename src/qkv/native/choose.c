@@ -53,17 +53,22 @@ int qkv_attend_products(const void *call);
 #if !defined(NO_TILES)
 int qkv_attend_tiles1(const void *call);
 int qkv_attend_tiles2(const void *call);
-int qkv_attend_float16(const void *call) { return qkv_attend_tiles2(call); } /* at level 6 */
+int qkv_gradients_tiles1(const void *call);
+int qkv_gradients_tiles2(const void *call);
+int qkv_attend_float16(const void *call) { return qkv_attend_tiles2(call); } /* at level 6, as the next two */
+int qkv_gradients_float16(const void *call) { return qkv_gradients_tiles2(call); }
+int qkv_gradients_bfloat16(const void *call) { return qkv_gradients_tiles1(call); }
 int qkv_attend_bfloat16(const void *call) {                                 /* at levels 5 and 6 */
     return (qkv_level() == 6 ? qkv_attend_tiles1 : qkv_attend_products)(call);
 }
 CHOOSE(qkv_attend, qkv_attend_tiles3)
+CHOOSE(qkv_gradients, qkv_gradients_tiles3)
 #else
 int qkv_attend_bfloat16(const void *call) { return qkv_attend_products(call); } /* at level 5 */
 CHOOSE(qkv_attend, qkv_attend_v4)
+CHOOSE(qkv_gradients, qkv_gradients_v4)
 #endif
 CHOOSE(qkv_decode, qkv_decode_v4)
-CHOOSE(qkv_gradients, qkv_gradients_v4)
 #else
 int qkv_level(void) { return 0; }
 #define CHOOSE(name) \

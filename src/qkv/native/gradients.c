@@ -1,4 +1,5 @@
-/* Gradients of attention and of statistics of its weights, in one pass over the recomputed scores (float32, CPU).
+/* Gradients of attention and of statistics of its weights, in one pass over the recomputed scores (CPU). Products are those of
+ * the headers in isa/, as in the forward call; all else is float32.
  *
  * Let w_ij be the weights before any division, of a softmax the shares of the row, and A_ij = mass_i w_ij the final ones (the
  * mass of a softmax is 1 unless there is a sink). With the derivative w'_ij of a weight in its score, every gradient is of one
@@ -9,7 +10,7 @@
  *
  * and masses_ij is the sum of the gradients of all masses that contain key j. So statistics cost a few more instructions for
  * each score, and no more products. For each block of BLOCK queries and each run of keys, strips of RS queries form their
- * scores, then A and dscore in the epilogue of the product grad_out * V, then dq += dscore * K. After all strips of the
+ * scores and the products grad_out * V, then A and dscore in their place, then dq += dscore * K. After all strips of the
  * run, dv += A^T grad_out and dk += dscore^T q over all queries of the block. A gradient of what keys received needs
  * sum_j A_ij received_j of a whole row first, if its weights are divided by their sum; then the scores of a block are kept from
  * a first pass. The level of an entmax moves with each score: the bracket, for which the first pass then leaves room, loses its
@@ -31,7 +32,7 @@ typedef struct {
 
 typedef struct {
     Call call;             /* as in the forward call; `out` and `lse` are read, and queries that do not count have no gradient */
-    const float *grad_out; /* (b, h, nq, dv), the last dimension is contiguous; or NULL */
+    const Number *grad_out; /* (b, h, nq, dv), the last dimension is contiguous; or NULL */
     int64_t gs[3];         /* its strides of batch, head and query */
     const float *grad_lse, *grad_entropy, *grad_effective, *grad_distance; /* (b, h, nq), or NULL */
     const float *grad_received;                                            /* (b, h, nk), or NULL */
@@ -49,13 +50,13 @@ typedef struct {
 
 typedef struct {
     Space s;                  /* of it: q, k, p (scores, then weights), o (dq), runs, spans, lo, hi, kept, padded */
-    float *k_rows, *v;        /* packed: rows of K [nk][dp], panels of V [panel][dv][PW] */
-    float *q_rows, *out_rows; /* q * scale [BLOCK][dp] and mass * grad_out [BLOCK][dvp] */
-    float *grad;              /* packed strips of mass * grad_out [strip][dv][RS] */
+    Packed *k_rows, *v;       /* K packed as values are, and V as keys are */
+    Packed *q_rows, *out_rows; /* q and grad_out, packed by strip as factors of weights^T */
+    Packed *grad;             /* strips of grad_out, packed as q is */
     float *ds;                /* dscore of a run, or of all if there are levels, like p */
     vf falls[BLOCK], moves[BLOCK]; /* of a row with a level, by lane: sums of w', and of w' times the bracket */
     double shift[BLOCK];      /* sums of dscore of a row */
-    float *dk, *dv;           /* [nkp][dp], [nkp][dvp]: sums of this thread */
+    float *dk, *dv;           /* dk / scale, and dv: sums of this thread of nkp keys, in the order of the instruction set */
     float *received;          /* gradient of what the keys received [nkp], 0 if none */
     double *tables;           /* sums of this thread for biases [bias][head of the group][nq + nk - 1] */
     float lse[BLOCK], mass[BLOCK], constant[BLOCK], bits[BLOCK], weight[BLOCK], far[BLOCK];
@@ -63,86 +64,62 @@ typedef struct {
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */
 
-/* One panel of scores to weights p (in place) and gradients ds, by the product of grad_out and V. With statistics ds holds
- * the gradients of the masses first. Where rows have levels, scores stay scores, and ds becomes the bracket. */
-INLINE void gradients_of(int kind, int statistics, GradientSpace *g, int64_t row, const float *v, int64_t dv, float power,
-                         float *p, float *ds, const float *received, float away) {
-    const float *grad = g->grad + row * dv;
-    UNROLL for (int m = 0; m < RS; m += MR) {
-        vf acc[MR][4] = {0};
-        for (int64_t i = 0; i < dv; i++) step(acc, NV, grad + i * RS + m, 1, v + i * PW);
-        UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < NV; i++) {
-            const int64_t at = (m + r) * PW + i * VL, k = row + m + r;
-            const vf t = load(p + at) - g->lse[k];
-            vf derivative, w = weight_of(kind, t, power, &derivative), x = acc[r][i] + g->constant[k];
+/* Scores p of row k on some panels become final weights, and products ds of grad_out and values, to which the gradients of the
+ * masses were added, its gradients. Of a row with a level, scores stay scores, and ds becomes the bracket. */
+INLINE void gradients_of(int kind, int statistics, GradientSpace *g, int64_t k, int64_t panels, float power, float *p, float *ds,
+                         const float *received, float away) {
+    const float lse = g->lse[k], mass = g->mass[k], constant = g->constant[k];
+    vf falls = {0}, moves = {0}, place = iota() + away;
+    for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, ds += RS * PW, received += PW)
+        UNROLL for (int v = 0; v < NV; v++) {
+            const vf t = load(p + v * VL) - lse;
+            vf derivative, w = weight_of(kind, t, power, &derivative), x = load(ds + v * VL);
+            if (statistics) x += load(received + v * VL);
+            x = x * mass + constant;
             if (statistics) {
-                x += g->mass[k] * (load(received + i * VL) + load(ds + at));
                 x += g->bits[k] * log_of_weight(kind, t, w) + g->weight[k] * w;
-                x += g->far[k] * magnitude(iota() + (away + (float)(i * VL - m - r)));
+                x += g->far[k] * magnitude(place), place += (float)VL;
             }
-            if (kind >= SPARSEMAX) g->falls[k] += derivative, g->moves[k] += derivative * x, *(vf *)(ds + at) = x;
-            else *(vf *)(p + at) = w, *(vf *)(ds + at) = derivative * x;
+            if (kind >= SPARSEMAX) falls += derivative, moves += derivative * x, *(vf *)(ds + v * VL) = x;
+            else *(vf *)(p + v * VL) = w * mass, *(vf *)(ds + v * VL) = derivative * x;
         }
-    }
+    if (kind >= SPARSEMAX) g->falls[k] += falls, g->moves[k] += moves;
 }
-typedef void GradientsOf(GradientSpace *, int64_t, const float *, int64_t, float, float *, float *, const float *, float);
-#define GRADIENTS(kind, statistics) static void gradients_##kind##_##statistics(GradientSpace *g, int64_t row, const float *v, \
-        int64_t dv, float power, float *p, float *ds, const float *received, float away) { \
-    gradients_of(kind, statistics, g, row, v, dv, power, p, ds, received, away); }
+typedef void GradientsOf(GradientSpace *, int64_t, int64_t, float, float *, float *, const float *, float);
+#define GRADIENTS(kind, statistics) static void gradients_##kind##_##statistics(GradientSpace *g, int64_t k, int64_t panels, \
+        float power, float *p, float *ds, const float *received, float away) { \
+    gradients_of(kind, statistics, g, k, panels, power, p, ds, received, away); }
 #define BOTH_GRADIENTS(kind) GRADIENTS(kind, 0) GRADIENTS(kind, 1)
 EACH_NORMALIZER(BOTH_GRADIENTS)
 #define GRADIENTS_ENTRY(kind) [kind] = {gradients_##kind##_0, gradients_##kind##_1},
 static GradientsOf *const GRADIENTS_OF[NORMALIZERS][2] = {EACH_NORMALIZER(GRADIENTS_ENTRY)}; /* without and with statistics */
 
-/* The same for one row of some panels whose level moves: scores to weights, and the bracket less its mean to gradients. */
-INLINE void level_gradients(int kind, float *p, float *ds, int64_t panels, float power, float level, float mean) {
+/* The same for a row whose level moves: scores to weights, and the bracket less its mean to gradients. */
+INLINE void level_gradients(int kind, float *p, float *ds, int64_t panels, float power, float level, float mass, float mean) {
     for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, ds += RS * PW)
         UNROLL for (int v = 0; v < NV; v++) {
             vf derivative;
-            *(vf *)(p + v * VL) = weight_of(kind, load(p + v * VL) - level, power, &derivative);
+            *(vf *)(p + v * VL) = mass * weight_of(kind, load(p + v * VL) - level, power, &derivative);
             *(vf *)(ds + v * VL) = derivative * (load(ds + v * VL) - mean);
         }
 }
-static void gradients_at_level(int64_t kind, float *p, float *ds, int64_t panels, float power, float level, float mean) {
-    if (kind == SPARSEMAX) level_gradients(SPARSEMAX, p, ds, panels, power, level, mean);
-    else if (kind == ENTMAX_15) level_gradients(ENTMAX_15, p, ds, panels, power, level, mean);
-    else level_gradients(ENTMAX, p, ds, panels, power, level, mean);
+static void gradients_at_level(int64_t kind, float *p, float *ds, int64_t panels, float power, float level, float mass,
+                               float mean) {
+    if (kind == SPARSEMAX) level_gradients(SPARSEMAX, p, ds, panels, power, level, mass, mean);
+    else if (kind == ENTMAX_15) level_gradients(ENTMAX_15, p, ds, panels, power, level, mass, mean);
+    else level_gradients(ENTMAX, p, ds, panels, power, level, mass, mean);
 }
 
-/* Add weights^T * rows of some strips, which are `apart` floats apart, to nv vectors of MR keys. */
-INLINE void keys_of(int nv, const float *p, int64_t apart, int64_t strips, const float *rows, int64_t width, float *to) {
-    vf acc[MR][4] = {0}; /* a sum of its own for each block: a third of the rounding errors of one chain over all queries */
-    for (int64_t strip = 0; strip < strips; strip++, p += apart)
-        for (int r = 0; r < RS; r++, rows += width) step(acc, nv, p + r * PW, 1, rows);
-    UNROLL for (int r = 0; r < MR; r++) UNROLL for (int i = 0; i < nv; i++) *(vf *)(to + r * width + i * VL) += acc[r][i];
-}
-typedef void AddKeys(const float *, int64_t, int64_t, const float *, int64_t, float *);
-static void keys_1(const float *p, int64_t apart, int64_t n, const float *rows, int64_t width, float *to) {
-    keys_of(1, p, apart, n, rows, width, to);
-}
-static void keys_2(const float *p, int64_t apart, int64_t n, const float *rows, int64_t width, float *to) {
-    keys_of(2, p, apart, n, rows, width, to);
-}
-static void keys_widest(const float *p, int64_t apart, int64_t n, const float *rows, int64_t width, float *to) {
-    keys_of(WIDEST, p, apart, n, rows, width, to);
-}
-
-/* Add weights^T * rows of a block to the keys of a run; a strip has the panels of its span only. */
-static void add_keys(const float *p, int64_t panels, const int16_t *spans, const float *rows, int64_t width, float *to) {
-    const int64_t apart = RS * (panels + 1) * PW;
-    for (int64_t left = width / VL, c = 0; left; ) {
-        const int n = next_vectors(left);
-        AddKeys *add = n == 1 ? keys_1 : n == 2 ? keys_2 : keys_widest;
-        for (int panel = 0; panel < panels; panel++)
-            for (int64_t strip = 0, end; strip < STRIPS; strip = end) {
-                for (end = strip; end < STRIPS && spans[2 * end] <= panel && panel < spans[2 * end + 1]; end++);
-                if (end == strip) { end++; continue; }
-                for (int j = 0; j < PW; j += MR)
-                    add(p + strip * apart + panel * RS * PW + j, apart, end - strip, rows + strip * RS * width + c, width,
-                        to + (panel * PW + j) * width + c);
-            }
-        left -= n, c += n * VL;
-    }
+/* Add ds * rows of K, some panels of a strip, to dq. */
+static void add_queries(Space *s, const float *ds, int64_t panels, const Packed *k_rows, int64_t width, float *o) {
+    for (int64_t panel = 0; WEIGHT_SIZE && panel < panels; panel++)
+        for (int64_t r = 0; r < RS; r++) {
+            vf x[NV];
+            UNROLL for (int v = 0; v < NV; v++) x[v] = load(ds + (panel * RS + r) * PW + v * VL);
+            put_weights(x, r, s->factors + panel * WEIGHT_SIZE);
+        }
+    start_output(WEIGHT_SIZE ? s->factors : (const Packed *)ds, panels, k_rows, width, o, &s->late);
+    finish_output(&s->late);
 }
 
 /* ---- A block of queries ----------------------------------------------------------------------------------------- */
@@ -164,7 +141,7 @@ static double received_of(int64_t kind, const float *p, int64_t panels, float of
 
 /* What is known of each row before its scores are; the gradient of the sink of a softmax, as far as known. */
 static void row_terms(const Gradients *b, GradientSpace *g, int64_t r, int64_t batch, int64_t head, int64_t query,
-                      const float *grad_out) {
+                      const Number *grad_out) {
     const Call *c = &b->call;
     const int64_t all = c->b * c->h * c->nq, at = (batch * c->h + head) * c->nq + query;
     const double row_sum = b->mass ? b->mass[at] : 1;
@@ -182,7 +159,8 @@ static void row_terms(const Gradients *b, GradientSpace *g, int64_t r, int64_t b
         total = row_sum / mass;
     }
     g->lse[r] = (float)offset, g->mass[r] = (float)mass;
-    for (int64_t i = 0; divided && grad_out && i < c->dv; i++) constant -= (double)grad_out[i] * c->out[at * c->dv + i];
+    for (int64_t i = 0; divided && grad_out && i < c->dv; i++)
+        constant -= (double)widened(grad_out[i]) * widened(c->out[at * c->dv + i]);
     if (b->grad_lse && c->lse[at] > -INFINITY) constant += b->grad_lse[at];
     for (int64_t i = 0; divided && b->grad_masses && i < c->n_ranges; i++)
         constant -= (double)b->grad_masses[i * all + at] * b->masses[i * all + at];
@@ -218,12 +196,11 @@ static float mean_of(const Gradients *b, const GradientSpace *g, int64_t r, int6
     return (float)mean;
 }
 
-/* The gradients of masses with respect to the weights of a strip in a run. */
-static void put_masses(const Gradients *b, float *ds, int64_t panels, int64_t first, int64_t batch, int64_t head,
+/* Add the gradients of masses with respect to the weights of a strip in a run. */
+static void add_masses(const Gradients *b, float *ds, int64_t panels, int64_t first, int64_t batch, int64_t head,
                        int64_t query, int64_t rows) {
     const Call *c = &b->call;
     const int64_t batches = c->range_batch ? c->b : 1, last = min64(first + panels * PW, c->nk);
-    memset(ds, 0, (size_t)(panels * RS * PW) * sizeof(float));
     for (int64_t i = 0; b->grad_masses && i < c->n_ranges; i++)
         for (int64_t r = 0; r < rows; r++) {
             const int32_t *range = c->ranges + i * 2 * batches * c->nq + batch * c->range_batch + query + r;
@@ -295,14 +272,14 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
     const Call *c = &b->call;
     Space *s = &g->s;
     const int64_t n = min64(BLOCK, c->nq - query), strips = (n + RS - 1) / RS, shift = c->nk - c->nq;
-    const int64_t d = c->d, dv = b->grad_out ? c->dv : 0, dp = up(d, VL), dvp = up(dv, VL);
+    const int64_t d = c->d, dv = b->grad_out ? c->dv : 0, dp = output_width(d), dvp = output_width(dv);
     const int64_t base = (batch * c->h + head) * c->nq + query;
     const int statistics = b->grad_received || b->mass || b->grad_entropy || b->grad_effective || b->grad_distance
                            || b->grad_masses;
     const int level = has_level(c), twice = level || (b->grad_received && (c->normalizer == SOFTMAX || c->by_sum));
     GradientsOf *const gradients = GRADIENTS_OF[c->normalizer][statistics];
-    const float *q = c->q + batch * c->qs[0] + head * c->qs[1] + query * c->qs[2];
-    const float *grad = b->grad_out ? b->grad_out + batch * b->gs[0] + head * b->gs[1] + query * b->gs[2] : NULL;
+    const Number *q = c->q + batch * c->qs[0] + head * c->qs[1] + query * c->qs[2];
+    const Number *grad = b->grad_out ? b->grad_out + batch * b->gs[0] + head * b->gs[1] + query * b->gs[2] : NULL;
     int64_t from = INT64_MAX, to = 0;
     for (int64_t r = 0; r < strips * RS; r++) {
         const int64_t position = query + r + shift;
@@ -314,13 +291,14 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
         g->constant[r] = g->bits[r] = g->weight[r] = g->far[r] = 0, g->mass[r] = 1, g->lse[r] = -LOWEST;
         g->falls[r] = g->moves[r] = (vf){0}, g->shift[r] = 0;
         if (r < n) row_terms(b, g, r, batch, head, query + r, grad ? grad + r * b->gs[2] : NULL);
-        float *q_strip = s->q + r / RS * d * RS + r % RS, *grad_strip = g->grad + r / RS * dv * RS + r % RS;
-        for (int64_t i = 0; i < d; i++) {
-            const float x = r < n ? q[r * c->qs[2] + i] : 0;
-            q_strip[i * RS] = x * (c->scale * (float)M_LOG2E), g->q_rows[r * dp + i] = x * c->scale;
-        }
-        for (int64_t i = 0; i < dv; i++)
-            grad_strip[i * RS] = g->out_rows[r * dvp + i] = r < n ? g->mass[r] * grad[r * b->gs[2] + i] : 0;
+    }
+    for (int64_t strip = 0; strip < strips; strip++) {
+        const int64_t rows = min64(RS, n - strip * RS), row = strip * RS;
+        pack_queries(q + row * c->qs[2], c->qs[2], rows, d, c->scale * (float)M_LOG2E, s->q + strip * query_size(d));
+        pack_rows(q + row * c->qs[2], c->qs[2], rows, d, g->q_rows + strip * row_size(d));
+        if (!grad) continue;
+        pack_queries(grad + row * b->gs[2], b->gs[2], rows, dv, 1, g->grad + strip * query_size(dv));
+        pack_rows(grad + row * b->gs[2], b->gs[2], rows, dv, g->out_rows + strip * row_size(dv));
     }
     s->cells = c->cells ? c->cells + batch * c->cs[0] + head * c->cs[1] + query / BLOCK * ((c->nk + CELL - 1) / CELL) : NULL;
     find_runs(c, s, from, to);
@@ -336,35 +314,37 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
             float *ds = g->ds + (level ? run->at + slot * BLOCK * PW : 0);
             int16_t *spans = s->spans + slot * STRIPS * 2;
             for (int64_t strip = 0; strip < strips; strip++) {
+                float scale = 1;
                 vf top[RS];
                 if (!pass || !twice)
-                    strip_scores(c, s, p + strip * apart, run, spans + 2 * strip, strip, batch, head, query, top);
+                    scale = strip_scores(c, s, p + strip * apart, run, spans + 2 * strip, strip, batch, head, query, top);
                 const int64_t row = strip * RS, used = spans[2 * strip + 1] - spans[2 * strip], rows = min64(RS, n - row);
                 const int64_t first = start + spans[2 * strip] * PW, at = strip * apart + spans[2 * strip] * RS * PW;
                 if (!used) continue;
+                for (int64_t i = 0; SCALED_LATER && scale != 1 && i < used * RS * PW; i += VL) *(vf *)(p + at + i) *= scale;
                 for (int64_t r = 0; r < RS && !pass && !level; r++)
                     seen[row + r] += received_of(c->normalizer, p + at + r * PW, used, g->lse[row + r], g->received + first);
                 if (level ? !pass : pass) {
-                    if (statistics) put_masses(b, ds + at, used, first, batch, head, query + row, rows);
-                    for (int64_t i = 0; i < used; i++) {
-                        const int64_t key = first + i * PW, to = at + i * RS * PW;
-                        gradients(g, row, g->v + key * dv, dv, c->power, p + to, ds + to, g->received + key,
-                                  (float)(key - (query + row + shift)));
-                    }
+                    for (int r = 0; r < RS; r++) top[r] = (vf){0};
+                    scores(g->grad + strip * query_size(dv), g->v + first / PW * key_size(dv), used, dv, ds + at, top);
+                    if (statistics) add_masses(b, ds + at, used, first, batch, head, query + row, rows);
+                    for (int64_t r = 0; r < RS; r++)
+                        gradients(g, row + r, used, c->power, p + at + r * PW, ds + at + r * PW, g->received + first,
+                                  (float)(first - (query + row + r + shift)));
                 }
                 if (!pass) continue;
                 for (int64_t r = 0; r < RS && level; r++)
                     gradients_at_level(c->normalizer, p + at + r * PW, ds + at + r * PW, used, c->power, g->lse[row + r],
-                                       mean[row + r]);
+                                       g->mass[row + r], mean[row + r]);
                 for (int64_t r = 0; r < rows && b->dshift; r++) g->shift[row + r] += sum_row(ds + at + r * PW, used);
                 if (c->n_biases)
                     bias_gradients(b, g, ds + at, used, s->slopes ? s->slopes + (p + at - s->p) : NULL, first, batch, head,
                                    query + row, rows);
-                output(ds + at, used, g->k_rows + first * dp, dp, s->o + row * dp);
+                add_queries(s, ds + at, used, g->k_rows + first / PW * value_size(d), dp, s->o + row * dp);
             }
             if (!pass) continue;
-            add_keys(p, panels, spans, g->out_rows, dvp, g->dv + start * dvp);
-            add_keys(ds, panels, spans, g->q_rows, dp, g->dk + start * dp);
+            if (dv) add_keys(p, panels, strips, spans, g->out_rows, dvp, s->factors, g->dv + start * dvp);
+            add_keys(ds, panels, strips, spans, g->q_rows, dp, s->factors, g->dk + start * dp);
         }
         for (int64_t r = 0; !pass && r < n; r++) {
             if (level) {
@@ -392,19 +372,13 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
 /* Pack the keys [from, to) of a key head; padding and keys beyond the end are 0. */
 static void pack_gradient(const Call *c, const GradientSpace *g, int64_t dv, int64_t batch, int64_t head, int64_t from,
                           int64_t to) {
-    const Space *s = &g->s;
-    const int64_t d = c->d, dp = up(d, VL);
-    const float *k = c->k + batch * c->ks[0] + head * c->ks[1], *v = c->v + batch * c->vs[0] + head * c->vs[1];
-    for (int64_t j = from; j < to; j++) {
-        const int real = j < c->nk && (!c->keep || c->keep[batch * c->nk + j]);
-        float *k_panel = s->k + j / PW * PW * d + j % PW, *v_panel = g->v + j / PW * PW * dv + j % PW;
-        if (s->kept) {
-            if (j % CELL == 0) s->padded[j / CELL] = 0;
-            s->kept[j] = -real, s->padded[j / CELL] += !real;
-        }
-        for (int64_t i = 0; i < d; i++) k_panel[i * PW] = g->k_rows[j * dp + i] = real ? k[j * c->ks[2] + i] : 0;
-        for (int64_t i = d; i < dp; i++) g->k_rows[j * dp + i] = 0;
-        for (int64_t i = 0; i < dv; i++) v_panel[i * PW] = real ? v[j * c->vs[2] + i] : 0;
+    const int64_t d = c->d;
+    const Number *k = c->k + batch * c->ks[0] + head * c->ks[1], *v = c->v + batch * c->vs[0] + head * c->vs[1];
+    for (int64_t first = from; first < to; first += PW) {
+        const uint32_t exist = find_existing(c, &g->s, batch, first);
+        pack_keys(k + first * c->ks[2], c->ks[2], exist, d, g->s.k + first / PW * key_size(d));
+        pack_values(k + first * c->ks[2], c->ks[2], exist, d, g->k_rows + first / PW * value_size(d));
+        pack_keys(v + first * c->vs[2], c->vs[2], exist, dv, g->v + first / PW * key_size(dv));
     }
 }
 
@@ -413,14 +387,15 @@ static void write_keys(const Gradients *b, const GradientSpace *g, int64_t unit,
                        int64_t apart) {
     const Call *c = &b->call;
     for (int value = 0; value < (b->grad_out ? 2 : 1); value++) {
-        const int64_t width = value ? c->dv : c->d, padded = up(width, VL);
+        const int64_t width = value ? c->dv : c->d, padded = output_width(width);
         const char *sums = (const char *)(value ? g->dv : g->dk);
         float *to_keys = (value ? b->dv : b->dk) + unit * c->nk * width;
         for (int64_t j = from; j < min64(to, c->nk); j++)
             for (int64_t i = 0; i < width; i++) {
                 float total = 0;
-                for (int64_t t = 0; t < count; t++) total += ((const float *)(sums + t * apart))[j * padded + i];
-                to_keys[j * width + i] = total;
+                const int64_t at = place_of_sum(j, i, padded);
+                for (int64_t t = 0; t < count; t++) total += ((const float *)(sums + t * apart))[at];
+                to_keys[j * width + i] = value ? total : total * c->scale;
             }
     }
 }
@@ -449,7 +424,10 @@ static void write_tables(const Gradients *b, const GradientSpace *g, int64_t uni
 /* Returns 0, or 1 if there is no memory. With the same number of threads, the same bits in each call. */
 int qkv_gradients(const Gradients *b) {
     const Call *c = &b->call;
-    const int64_t d = c->d, dv = b->grad_out ? c->dv : 0, dp = up(d, VL), dvp = up(dv, VL), nkp = up(c->nk, TILE);
+    const int64_t d = c->d, dv = b->grad_out ? c->dv : 0, dp = output_width(d), dvp = output_width(dv);
+    const int64_t nkp = up(c->nk, TILE), k_size = nkp / PW * key_size(d), v_size = nkp / PW * key_size(dv);
+    const int64_t k_rows = nkp / PW * value_size(d), q_size = STRIPS * query_size(d), grad = STRIPS * query_size(dv);
+    const int64_t q_rows = STRIPS * row_size(d), out_rows = STRIPS * row_size(dv), factors = TILE / PW * WEIGHT_SIZE;
     const int64_t group = c->h / c->hkv, units = c->b * c->hkv, blocks = (c->nq + BLOCK - 1) / BLOCK;
     const int64_t cells = nkp / CELL, tiles = nkp / TILE;
     const int64_t most = min64(c->cells ? c->widest : cells, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
@@ -462,10 +440,11 @@ int qkv_gradients(const Gradients *b) {
     int64_t caps = 0;
     for (int64_t i = 0; i < c->n_biases; i++) caps += c->biases[i].kind >= SOFT_CAP;
     const int64_t ds = has_level(c) ? scores : BLOCK * (TILE + PW);
-    const int64_t kept = c->keep ? nkp + cells : 0, packed = (nkp * (d + dp + dv) + kept) * 4 + 256;
-    const int64_t own = up((int64_t)sizeof(GradientSpace) + (BLOCK * (d + dv + 2 * dp + dvp) + nkp * (dp + dvp + 1)) * 4
+    const int64_t kept = c->keep ? nkp + cells : 0, packed = (k_size + k_rows + v_size + kept) * 4 + 256;
+    const int64_t own = up((int64_t)sizeof(GradientSpace)
+        + (q_size + grad + q_rows + out_rows + factors + BLOCK * dp + nkp * (dp + dvp + 1)) * 4
         + ((1 + caps) * scores + ds) * 4 + tables * 8 + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4
-        + (alone ? packed : 0) + 1024, 4096);
+        + (alone ? packed : 0) + 2048, 4096);
     char *memory = aligned_alloc(4096, (size_t)up(threads * own + (alone ? 0 : packed), 4096));
     if (!memory) return 1;
     int64_t next_unit = 0;
@@ -477,18 +456,19 @@ int qkv_gradients(const Gradients *b) {
         GradientSpace *g = take(&mine, sizeof(GradientSpace));
         Space *s = &g->s;
         g->dk = take(&mine, nkp * dp * 4), g->dv = take(&mine, nkp * dvp * 4), g->received = take(&mine, nkp * 4);
-        s->q = take(&mine, BLOCK * d * 4), g->grad = take(&mine, BLOCK * dv * 4), s->o = take(&mine, BLOCK * dp * 4);
-        g->q_rows = take(&mine, BLOCK * dp * 4), g->out_rows = take(&mine, BLOCK * dvp * 4);
+        s->q = take(&mine, q_size * 4), g->grad = take(&mine, grad * 4), s->o = take(&mine, BLOCK * dp * 4);
+        g->q_rows = take(&mine, q_rows * 4), g->out_rows = take(&mine, out_rows * 4);
+        s->factors = take(&mine, factors * 4), s->late = (Late){0};
         s->p = take(&mine, scores * 4), g->ds = take(&mine, ds * 4);
         s->spans = take(&mine, most * STRIPS * 4), s->runs = take(&mine, most * (int64_t)sizeof(Run));
         s->run_of = take(&mine, cells * 4);
         s->slopes = caps ? take(&mine, caps * scores * 4) : NULL, s->cap_size = scores;
         g->tables = take(&mine, tables * 8);
         char **from = alone ? &mine : &shared;
-        s->k = take(from, nkp * d * 4), g->k_rows = take(from, nkp * dp * 4), g->v = take(from, nkp * dv * 4);
+        s->k = take(from, k_size * 4), g->k_rows = take(from, k_rows * 4), g->v = take(from, v_size * 4);
         s->kept = c->keep ? take(from, kept * 4) : NULL, s->padded = c->keep ? s->kept + nkp : NULL;
-        memset(g->q_rows, 0, (size_t)(BLOCK * dp) * 4), memset(g->out_rows, 0, (size_t)(BLOCK * dvp) * 4);
         memset(g->received, 0, (size_t)nkp * 4);
+        begin_products();
         for (int64_t unit = 0; ; unit++) {
             if (alone) unit = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
             if (unit >= units) break;
@@ -521,6 +501,7 @@ int qkv_gradients(const Gradients *b) {
                 #pragma omp barrier
             }
         }
+        end_products();
     }
     free(memory);
     return 0;

@@ -22,6 +22,7 @@ from qkv.native.binding import (
     Gradients,
     Prepared,
     empty,
+    gradient_products,
     of_tensors,
     prepared,
     ranges_of,
@@ -136,7 +137,9 @@ def plain(
         return None
 
     def backward(tensors: dict[str, Tensor], results: Results, more: Results, grads: Results, wanted: set[str]) -> Any:
-        again = of_tensors(tensors["q"], tensors["k"], tensors["v"], c.scale, (c.low, c.high), torch.float32)
+        q, k, v = tensors["q"], tensors["k"], tensors["v"]
+        dtype = gradient_products(q, k, v, results[0], grads[0])
+        again = of_tensors(q, k, v, c.scale, (c.low, c.high), dtype)
         assert again is not None
         return _gradients(again, more[0], out=results[0], grad=grads[0])
 
@@ -161,7 +164,7 @@ def gradients_of(
     `binding.Arguments` for the queries that count and the ranges of masses, and `more` those of `binding.Gradients`:
     gradients of the lse and of statistics, and the statistics.
     """
-    prepared_call = prepared(call, torch.float32)
+    prepared_call = prepared(call, gradient_products(call.q, call.k, call.v, out, grad))
     prepared_call.with_tensors(**(arguments or {}))
     sums = {i: BiasSums(bias, call) for i, bias in enumerate(call.biases) if f"bias {i} tensor" in wanted}
     biases = (BiasGradient * len(call.biases))()
@@ -188,15 +191,15 @@ def _gradients(
     q, k, v = prepared_call.held[:3]
     gradients, scores = {"q": empty(*q.shape), "k": empty(*k.shape)}, Gradients()
     if grad is not None:
-        gradients["v"], grad = empty(*v.shape), grad.float()
+        gradients["v"], grad = empty(*v.shape), grad.to(q.dtype)
         grad = grad if grad.stride(3) == 1 else grad.contiguous()
         scores.grad_out, scores.gs, scores.dv = grad.data_ptr(), grad.stride()[:3], gradients["v"].data_ptr()
     for name, x in more.items():
         setattr(scores, name, x.data_ptr() if isinstance(x, Tensor) else x)
     scores.dq, scores.dk = gradients["q"].data_ptr(), gradients["k"].data_ptr()
-    out = None if out is None else out.float().contiguous()
+    out = None if out is None else out.to(q.dtype).contiguous()
     scores.call = prepared_call.with_tensors(lse=lse.float().contiguous(), out=out)
-    run("qkv_gradients", scores)
+    run("qkv_gradients" if q.dtype == torch.float32 else f"qkv_gradients_{str(q.dtype)[6:]}", scores)
     return gradients
 
 

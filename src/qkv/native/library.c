@@ -24,6 +24,7 @@
 
 #if defined(PARTS)
 #include "attention.c"
+#include "gradients.c"
 #elif defined(BFLOAT16)
 #include "isa/bfloat16.h"
 #include "attention.c"

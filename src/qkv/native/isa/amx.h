@@ -1,9 +1,11 @@
 /* AMX: 8 tiles of 16 rows of 16 floats, or of 32 bfloat16 as factors; vectors are those of AVX-512.
  * Scores: 2 tiles of queries * 2 of keys are sums in tiles 0 to 3, tiles 4 and 5 hold queries, and 6 and 7 keys.
  * Output: 2 tiles of queries * 2 of values are sums in tiles 0 to 3, tiles 4 and 5 hold weights, and 6 and 7 values.
+ * Gradients of keys: 2 tiles of columns * 2 of keys are sums, tiles 4 and 5 hold columns of queries, and 6 and 7 weights.
  *
  * A number is the sum of PARTS bfloat16 numbers, exactly: bfloat16 of 1, float16 of 2 and float32 of 3. A product of two
  * numbers is the sum of products of their parts, the smallest first; those below the last digit of a float32 are left out.
+ * The instructions take numbers that are no normal bfloat16 (below 1.2e-38) as 0, so of a float32 below 7.7e-34 digits are lost.
  * Without the instructions (emulated.h) the same code is plain C, to test it. */
 #if defined(__AMX_BF16__)
 #include <immintrin.h>
@@ -104,6 +106,18 @@ INLINE void put_parts(vf x, vf y, Packed *to, int64_t stride) {
         *(vp *)(to + part * stride) = a >> 16 | b;
         x -= (vf)a, y -= (vf)b;
     }
+}
+
+/* Rounded parts of x[i] beside those of y[i]; as `put_parts`, which cuts the digits after the last part. */
+INLINE void put_pairs(vf x, vf y, Packed *to, int64_t stride) {
+#if PARTS == 1
+    const vp a = (vp)x + 0x7fff + ((vp)x >> 16 & 1), b = (vp)y + 0x7fff + ((vp)y >> 16 & 1);
+    const vp nan = (vp){0} + 0x7fc00000;
+    (void)stride;
+    *(vp *)to = (vp)choose(x == x, (vf)a, (vf)nan) >> 16 | ((vp)choose(y == y, (vf)b, (vf)nan) & 0xffff0000);
+#else
+    put_parts(x, y, to, stride);
+#endif
 }
 
 /* The weights of one row on a panel as factors. */
@@ -273,3 +287,52 @@ static void continue_output(Late *late, int64_t steps) {
 }
 INLINE void advance_output(Late *late) { continue_output(late, late->each); }
 INLINE void finish_output(Late *late) { continue_output(late, INT64_MAX); }
+
+/* ---- Gradients of keys ------------------------------------------------------------------------------------------ */
+
+/* Sums of weights^T * rows are made as rows^T * weights, which need no transposition of the weights: [panel][width][PW].
+ * Packed are rows of queries [part][16 columns][16 pairs of queries], and weights [part][16 keys][pairs of queries][16]. */
+INLINE int64_t row_size(int64_t d) { return value_size(d); } /* of a strip, as of a panel */
+_Static_assert((int)RS == (int)PW, "the queries of a strip are packed as the values of a panel");
+INLINE int64_t place_of_sum(int64_t key, int64_t i, int64_t width) { return (key / PW * width + i) * PW + key % PW; }
+static void pack_rows(const Number *x, int64_t stride, int64_t rows, int64_t d, Packed *to) {
+    pack_values(x, stride, rows < RS ? (1u << rows) - 1 : UINT32_MAX, d, to);
+    for (Packed *end = to + row_size(d); to < end; to += T) transpose(to, to);
+}
+
+/* Add weights^T * rows of a block to the keys of a run; a strip has the panels of its span only. `factors` is memory for those of
+ * all strips on a panel. */
+static void add_keys(const float *p, int64_t panels, int64_t strips, const int16_t *spans, const Packed *rows, int64_t width,
+                     Packed *factors, float *to) {
+    const int64_t apart = RS * (panels + 1) * PW, tiles = width / VL;
+    for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, to += width * PW) {
+        int64_t from = strips, end = 0;
+        for (int64_t strip = 0; strip < strips; strip++) {
+            if (panel < spans[2 * strip] || panel >= spans[2 * strip + 1]) continue;
+            from = min64(from, strip), end = strip + 1;
+            for (int i = 0; i < 16; i++)
+                for (int half = 0; half < 2; half++) {
+                    const float *x = p + strip * apart + half * VL;
+                    put_pairs(load(x + first_of_pair(i) * PW), load(x + second_of_pair(i) * PW),
+                              factors + strip * WEIGHT_SIZE + half * T + i * 16, 2 * T);
+                }
+        }
+        STORED;
+        for (int64_t t = 0; t < tiles && from < end; t += 2) {
+            float *sums = to + t * VL * PW;
+            _tile_loadd(0, sums, PW * 4); _tile_loadd(1, sums + VL, PW * 4);
+            _tile_loadd(2, sums + 16 * PW, PW * 4); _tile_loadd(3, sums + 16 * PW + VL, PW * 4);
+            for (int64_t strip = from; strip < end; strip++) {
+                if (panel < spans[2 * strip] || panel >= spans[2 * strip + 1]) continue;
+                for (int i = SCORE_PRODUCTS - OUTPUT_PRODUCTS; i < SCORE_PRODUCTS; i++) {
+                    const Packed *a = rows + strip * PARTS * tiles * T + (OF_QUERY[i] * tiles + t) * T;
+                    const Packed *b = factors + strip * WEIGHT_SIZE + OF_KEY[i] * 2 * T;
+                    _tile_loadd(4, a, 64); _tile_loadd(5, a + T, 64); _tile_loadd(6, b, 64); _tile_loadd(7, b + T, 64);
+                    _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            _tile_stored(0, sums, PW * 4); _tile_stored(1, sums + VL, PW * 4);
+            _tile_stored(2, sums + 16 * PW, PW * 4); _tile_stored(3, sums + 16 * PW + VL, PW * 4);
+        }
+    }
+}
