@@ -40,15 +40,15 @@ OFF: dict[str, Any] = {
         "POOLED": 0,
         "POOL_M": 1,
         "POOL_N": 1,
-        "PLANES": 5,
+        "PLANES": 6,
         "STEP": 2048,
     },
     **{"FLUSH": 1, "EVEN_D": True, "OUTPUT": True, "MASSES": 2, "MASS_KEYS": True, "WIDEN": False, "CARD": True},
 }
-PROFILE = {"HAS_NORMS": True, "PLANES": 8, "POOLED": 2, "POOL_M": 64, "POOL_N": 128, "STEP": 512, "FLUSH": 4}
+PROFILE = {"HAS_NORMS": True, "PLANES": 9, "POOLED": 2, "POOL_M": 64, "POOL_N": 128, "STEP": 512, "FLUSH": 4}
 EVERY = {
     **dict.fromkeys(("HAS_KEYS", "HAS_IDS", "HAS_DENSE", "HAS_DISTANCE", "HAS_SINK", "HAS_COUNTED", "HAS_NORMS"), True),
-    **{"CAP": 2, "BOTH_SIDES": True, "POOLED": 1, "POOL_M": 64, "POOL_N": 32, "PLANES": 11},
+    **{"CAP": 2, "BOTH_SIDES": True, "POOLED": 1, "POOL_M": 64, "POOL_N": 32, "PLANES": 12},
 }
 
 PIPES = {  # the first pattern that an instruction matches
@@ -177,7 +177,7 @@ def pipe(instruction: str) -> str:
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "statistics, causal": ("statistics", {}),
     "statistics with map and norms, causal": ("statistics", PROFILE),
-    "statistics, full attention": ("statistics", {"HAS_BAND": False, "BOTH_SIDES": True, "PLANES": 7}),
+    "statistics, full attention": ("statistics", {"HAS_BAND": False, "BOTH_SIDES": True, "PLANES": 8}),
     "statistics, every option": ("statistics", EVERY),
     "forward, every option": ("forward", EVERY),
     "masses, every option": ("masses", EVERY),

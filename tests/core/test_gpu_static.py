@@ -24,7 +24,7 @@ json.dump(found | {"ratio": gpu_static.ratio_to_forward(made["statistics"])}, sy
 
 def test_kernels_fit_on_a_card_and_keep_their_budget() -> None:
     """In another process, because Triton reads when it is imported whether its interpreter runs the kernels."""
-    every = {"HAS_KEYS": True, "HAS_SINK": True, "HAS_COUNTED": True, "HAS_DISTANCE": True, "CAP": 2, "PLANES": 8}
+    every = {"HAS_KEYS": True, "HAS_SINK": True, "HAS_COUNTED": True, "HAS_DISTANCE": True, "CAP": 2, "PLANES": 9}
     cases = {"statistics": ("statistics", {}), "by_row": ("by_row", every), "masses": ("masses", every)}
     done = subprocess.run(
         [sys.executable, "-c", CODE], input=json.dumps(cases), capture_output=True, text=True, check=False,
@@ -43,6 +43,6 @@ def test_kernels_fit_on_a_card_and_keep_their_budget() -> None:
         assert "spills" not in loop
         assert loop["exponential"] == pytest.approx(1)  # of each score, once
     assert "float64" not in unmasked
-    assert sum(unmasked.values()) <= 12.5
+    assert sum(unmasked.values()) <= 13
     assert sum(masked.values()) <= 26
     assert ratio <= 1.8

@@ -44,7 +44,8 @@ def expected_statistics(weights: Tensor, lse: Tensor | None, first: int = 0) -> 
                 out[name][:, :, i] = a[:, :, i, j]
     if lse is not None:
         out["lse"] = lse.double().numpy()
-    assert {*out} | {"lse"} == {*TENSORS}
+        out["max_logit"] = (lse.double() + weights.double().amax(-1).log()).numpy()
+    assert {*out} | {"lse", "max_logit"} == {*TENSORS}
     return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in out.items()}
 
 
@@ -194,7 +195,7 @@ def test_nan_in_padding_gives_zeros() -> None:
     got = qkv.measure(q, k, mask=Padding([9, 13], "left") & Causal(), bias=hides, mass={"near": Window(2)})
     for name, x in {**tensors_of(got), **got.mass}.items():
         assert not x.isnan().any(), name
-        if name not in ("lse", "received"):
+        if name not in ("lse", "max_logit", "received"):
             assert (x[got.lse == -torch.inf] == 0).all(), name
 
 
@@ -358,9 +359,29 @@ def test_measure_agrees_with_the_statistic_objects(nq: int, nk: int, mask: Mask 
         torch.testing.assert_close(inside, result.own[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("tile4")
+@pytest.mark.parametrize("normalizer", [
+    normalizers.Softmax(sink=3.0, temperature=2.0), normalizers.Sigmoid(), normalizers.ReLU(), normalizers.Sparsemax(),
+    normalizers.Hard(), normalizers.ReLU(divide="sum"), normalizers.Sigmoid(divide="sum"),
+], ids=str)  # fmt: skip
+def test_the_largest_score_of_each_query(normalizer: Any) -> None:
+    q, k, _ = triple(nq=11, nk=13)
+    counted = torch.arange(11).expand(2, -1) != 4
+    mask, bias = Causal() & ~masks.Prefix(3), biases.ALiBi(torch.rand(q.shape[1]))
+    found = qkv.measure(q, k, mask=mask, bias=bias, normalizer=normalizer, queries=counted).max_logit
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[3] ** 0.5
+    distance = (torch.arange(11)[:, None] + 2 - torch.arange(13)).to(q)
+    scores = (scores - bias.slopes.to(q)[:, None, None] * distance) / normalizer.temperature
+    scores = scores.masked_fill(~(mask.dense(11, 13) & counted[:, None, :, None]), -torch.inf)
+    if normalizer.divide == "sum" and isinstance(normalizer, normalizers.Sigmoid):
+        assert found is None  # its weights are the softmax of their logarithms
+    else:
+        close(found, scores.amax(-1))
+
+
 # --- of weights -------------------------------------------------------------------------------------------------------
 
-UNKNOWN = {"lse", "sink_mass"}  # weights alone do not determine them
+UNKNOWN = {"lse", "max_logit", "sink_mass"}  # weights alone do not determine them
 
 
 def same(found: Any, expected: Any) -> None:

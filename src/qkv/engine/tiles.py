@@ -180,6 +180,8 @@ class Tile:
         self.region = Region(rows, columns, batch, heads, call.grid.offset, call.q.device)
         self.space: Tensor | None = None
         """Memory for the products of queries and keys."""
+        self.top: Tensor | None = None
+        """The largest score of each query (b, h, q), −inf for none, known after its weights."""
 
     def part(self, name: str) -> Tensor | None:
         """Return what the tile needs of a tensor of the call (b, h, n, …); dimensions of size 1 broadcast."""
@@ -362,16 +364,21 @@ class Tile:
             log2.masked_fill_(masked, MASKED_SCORE)
         if not self.linear:
             log2.clamp_(min=MASKED_SCORE)  # a bias may also mask pairs, with −inf
+        top = log2.amax(-1)
+        self.top = (level[..., 0] + top / LOG2_E).masked_fill(top <= MASKED_SCORE / 2, -torch.inf)
         return torch.exp2(log2), log2
 
     def _weights_by_definition(self, rows: RowState, masked: Tensor | None) -> Scores:
         """Return the final weights of any normalizer, by its definition."""
-        call, normalizer = self.call, self.call.normalizer
+        call, normalizer, scores = self.call, self.call.normalizer, self.masked_scores()
+        self.top, shift = scores.amax(-1), self.part("shift")
+        if shift is not None:
+            self.top -= shift
         if rows.chosen is not None:
             keys = call.grid.columns(self.columns.start, self.columns.stop)
             weights = (keys == rows.chosen[self.at][..., None]).to(self.dtype)
         else:
-            tensors = (self.masked_scores(), *([] if rows.level is None else [rows.level[self.at][..., None]]))
+            tensors = (scores, *([] if rows.level is None else [rows.level[self.at][..., None]]))
 
             def weigh(scores: Tensor, level: Tensor | None = None) -> Tensor:
                 return weights_of(normalizer, scores, level)

@@ -23,7 +23,7 @@ typedef struct {
     float factor;        /* of the values: log2 e, or less with a temperature; or the cap, in base 2; or of scores before ln w */
 } Bias;
 
-enum { ENTROPY, EFFECTIVE_KEYS, DISTANCE, SPREAD, SINK, SELF, PREVIOUS, NEXT, ROW_SUM, CONTRIBUTION, STATISTICS };
+enum { ENTROPY, EFFECTIVE_KEYS, DISTANCE, SPREAD, SINK, SELF, PREVIOUS, NEXT, ROW_SUM, CONTRIBUTION, MAX_LOGIT, STATISTICS };
 
 typedef struct {
     const Number *q, *k, *v; /* (b, h, nq, d), (b, hkv, nk, d), (b, hkv, nk, dv); the last dimension is contiguous */
@@ -719,9 +719,10 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         Row *row = s->row + r;
         float *to_row = c->rows + base + r, weight = s->weight[r];
         const int64_t position = query + r + shift;
+        to_row[MAX_LOGIT * all] = row->seen && row->top > LOWEST / 2 ? (float)(row->top * M_LN2) : -INFINITY;
         if (c->n_prefix && (!c->counted || c->counted[batch * c->nq + query + r])) add_prefix(c, s, r, batch, position);
         if (!row->seen || row->total * weight == 0) { /* nothing has weight, the query is left out, or a sink takes all */
-            for (int64_t i = 0; i < STATISTICS + c->n_ranges; i++) to_row[i * all] = 0;
+            for (int64_t i = 0; i < STATISTICS + c->n_ranges; i++) if (i != MAX_LOGIT) to_row[i * all] = 0;
             continue;
         }
         to_row[ENTROPY * all] = (float)fmax(log(row->total) - M_LN2 * row->bits / row->total, 0);

@@ -400,7 +400,7 @@ def _visibility(call: Call) -> Visibility | None:
 
 OF_QUERIES = (
     "entropy", "effective_keys", "distance", "spread", "sink", "self_", "previous", "next_", "row_sum",
-    "first_contribution",
+    "first_contribution", "max_logit",
 )  # fmt: skip
 """The first numbers of each query that the library writes; the masses of ranges follow."""
 POINTED = ("lse", "received", "visible", "visible_queries")
@@ -455,6 +455,8 @@ def attend_and_measure(
     out, statistics = measurement
     more, lse = dict[str, Any](), statistics.lse
     assert lse is not None
+    if call.normalizer.has_lse and not call.user.normalizer.has_lse:
+        more["max_logit"] = None  # the scores are logarithms of pointwise weights
     if request.value_norms is not None:
         whole = statistics._view("first_contribution")
         more["first_contribution"] = share_of_first(statistics.sink, whole, norms, request.firsts)

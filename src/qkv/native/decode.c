@@ -322,13 +322,14 @@ static int finish_head(const Call *c, const Keys *u, int64_t batch, int64_t head
         const Row *row = u->row + r;
         float *to_row = c->rows + bh * c->nq + i, weight = u->weight[r];
         const int none = !row->seen || row->total * weight == 0, counts = !c->counted || c->counted[batch * c->nq + i];
+        to_row[MAX_LOGIT * all] = row->seen && row->top > LOWEST / 2 ? (float)(row->top * M_LN2) : -INFINITY;
         if (counts && position >= first && position < first + c->n_prefix)
             for (int64_t j = max64(first, lo); j < min64(first + c->n_prefix, hi); j++) {
                 if (!none) prefix[j - first] += *weights_of(u, r, j);
                 seen[j - first] += (float)row_sees(c, u, r, j);
             }
         if (none) { /* nothing is visible, the query is left out, or a sink takes all weight */
-            for (int64_t x = 0; x < STATISTICS + c->n_ranges; x++) to_row[x * all] = 0;
+            for (int64_t x = 0; x < STATISTICS + c->n_ranges; x++) if (x != MAX_LOGIT) to_row[x * all] = 0;
             continue;
         }
         double spread = 0;

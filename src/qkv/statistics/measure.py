@@ -246,8 +246,14 @@ def finished(call: Call, reducer: StatisticsReducer, shared: Shared | None = Non
         out = rows.level == -torch.inf
         sink_mass = sink_weight(call.normalizer, call.sink, rows.level.masked_fill(out, 0))
         sink_mass = sink_mass.masked_fill(out | (call.sink == -torch.inf), 0)
+    max_logit = reducer.max_logit
+    if call.normalizer.has_lse and not call.user.normalizer.has_lse:
+        max_logit = None  # the scores are logarithms of pointwise weights
+    elif max_logit is not None and request.queries is not None:
+        max_logit = max_logit.masked_fill(~request.queries[:, None], -torch.inf)
     return Statistics(
         lse=rows.level if call.user.normalizer.has_lse else None,
+        max_logit=max_logit,
         **{name: values[name] for name in FIELDS},
         prefix_sink_scores=prefix,
         thumbnail=thumbnail,
@@ -325,6 +331,7 @@ def _add_shared(shared: Shared, call: Call, reducer: StatisticsReducer) -> None:
             )
             part.request = replace(reducer.request, queries=None if queries is None else queries[:, piece.rows])
             part.totals = {name: x[..., piece.rows] for name, x in reducer.totals.items()}
+            part.max_logit = None if reducer.max_logit is None else reducer.max_logit[:, :, piece.rows]
             part.totals |= {name: x[..., piece.keys] for name, x in here.items()}
             part.add_tiles(shared.part(call, k, k, piece))
         key_totals.add(*here.values())
@@ -401,8 +408,8 @@ def measure_weights(
             refused, since they are probably scores. Sums below 1 (a sink) are always accepted.
 
     Returns:
-        `Statistics`, float32 (float64 for float64 weights), on the device of the weights. `lse` and `sink_mass` are
-        None, since weights do not determine them.
+        `Statistics`, float32 (float64 for float64 weights), on the device of the weights. `lse`,
+        `max_logit` and `sink_mass` are None, since weights do not determine them.
 
     Raises:
         InputError: for weights that are negative or not finite, are not 0 where masked, or sum to more than 1.
@@ -422,7 +429,7 @@ def measure_weights(
     options: dict[str, Any] = {"mass": mass, "first": first, "bins": bins}
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
     reducer = _WeightsReducer(call, RowState(), request)
-    reducer.matrix = weights
+    reducer.matrix, reducer.max_logit = weights, None
     reducer.add_tiles(call)
     measurement = finished(call, reducer)
     _check_row_sums(weights, measurement.row_sum, request.queries, unnormalized=unnormalized)

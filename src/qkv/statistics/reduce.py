@@ -83,6 +83,9 @@ class StatisticsReducer:
             name: call.q.new_full((*s.lead, *call.q.shape[:2], lengths[s.over]), s.zero, dtype=torch.float64)
             for name, s in self.statistics.items()
         }
+        self.max_logit: Tensor | None = None  # the largest score of each query
+        if statistics is None:
+            self.max_logit = call.q.new_full(call.q.shape[:3], -torch.inf, dtype=at_least_float32(call.q.dtype))
         self.pooled: Tensor | None = None  # the maxima and sums of the bins of the thumbnail
         if request.bins is not None and statistics is None:
             self.bins = bin_size(lengths["query"], request.bins), bin_size(lengths["key"], request.bins)
@@ -103,6 +106,10 @@ class StatisticsReducer:
     def tile(self, tile: Tile) -> None:
         """Add a tile to all statistics."""
         weights, log2 = tile.weights(self.rows, self.request.queries)
+        if self.max_logit is not None:
+            assert tile.top is not None
+            total = self.max_logit[tile.at]
+            torch.maximum(total, tile.top, out=total)
         if log2 is None and "entropy" in self.statistics and weights.min() < 0:
             raise InputError(
                 f"measure: normalizer {type(tile.call.user.normalizer).__name__} gives negative weights "

@@ -75,6 +75,10 @@ class Statistics:
 
     lse: Float[Tensor, "b h nq"] | None
     """Log-sum-exp of the scores, including a sink logit; None if the normalizer has no log-sum-exp."""
+    max_logit: Float[Tensor, "b h nq"] | None
+    """The largest score of each query, after biases and temperature, without the sink logit or a normalizer's own bias;
+    −inf where no key is visible. None for given weights, and for pointwise weights that are divided by their sum by
+    way of their logarithms. Its `amax` over batch items and queries is that of a head (docs/howto/qk-clip.md)."""
     entropy: Float[Tensor, "b h nq"]
     """−Σ a ln a, in nats."""
     sink: Float[Tensor, "b h nq"]

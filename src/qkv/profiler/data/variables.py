@@ -81,6 +81,7 @@ VARIABLES = {name: Variable.in_shares(s, always=name not in _NOT_IN_FIRST) for n
         share=True,
     ),
     "lse": Variable(QUERY, "nats", "log-sum-exp of the query's scores, a learned sink included", True),
+    "max_logit": Variable(QUERY, "nats", "largest score of the query, without a learned sink"),
     "sink_mass": Variable(
         QUERY, "1", "weight on the null key: a sink logit, a learned key with value 0, or the 1 of softmax off by one",
         label="Learned sink", share=True,

@@ -38,8 +38,9 @@ OF_QUERIES = (
     "visible",
     "row_sum",
 )
-"""The first numbers of `found` of `kernels.by_row`; two more are the weight on the sink logit, and Σ_j A_ij ‖v_j‖."""
-SUMS = 5  # of each query, in memory, before those that are not always wanted
+"""The first numbers of `found` of `kernels.by_row`; then the weight on the sink logit, the largest score,
+and Σ_j A_ij ‖v_j‖."""
+SUMS = 6  # of each query, in memory, before those that are not always wanted
 STEP_TILES = 32  # tiles whose sums of keys are added up in float32
 MOST_KEYS = 2**21  # the sums of the second moments are 64-bit integers
 
@@ -235,7 +236,7 @@ def attend_and_measure(
             q, k, key_lse, sinks, counted, prefix, firsts, *of_keys, *of_sink, *shared, d, *place, prefix_keys,
             **flags, **small,
         )  # fmt: skip
-    found, masses = empty(len(OF_QUERIES) + 2, b, h, n_queries), empty(len(mass), b, h, n_queries)
+    found, masses = empty(len(OF_QUERIES) + 3, b, h, n_queries), empty(len(mass), b, h, n_queries)
     run.by_row[(_cdiv(n_queries, block["BM"]), heads)](
         q, k, key_lse, sinks, sums, found, masses, firsts, counted, largest, of_mask, *of_keys, *of_sink, *shared, d,
         *place, **{name: flag for name, flag in flags.items() if name not in ("WIDEN", "CARD")},
@@ -248,19 +249,20 @@ def attend_and_measure(
         if joined > 1:
             maximum, total = maximum.unflatten(-1, (-1, joined)).amax(-1), total.unflatten(-1, (-1, joined)).sum(-1)
         thumbnail = Thumbnail.of(maximum, total, n_queries, n_keys, query_bin, key_bin)
-    values = dict(zip(OF_QUERIES, found, strict=False))
+    values, (on_sink, largest_score, of_values) = dict(zip(OF_QUERIES, found, strict=False)), found[len(OF_QUERIES) :]
     shown = lse if queries is None else lse.masked_fill(~queries[:, None], -torch.inf)
     first_contribution = None
     if request.value_norms is not None:
-        first_contribution = share_of_first(values["sink"], found[-1], request.value_norms, request.firsts)
+        first_contribution = share_of_first(values["sink"], of_values, request.value_norms, request.firsts)
     return out, lse, Statistics(
         lse=shown,
+        max_logit=largest_score,
         **values,
         received=received,
         visible_queries=audience,
         prefix_sink_scores=prefix,
         thumbnail=thumbnail,
-        sink_mass=None if sink is None else found[-2],
+        sink_mass=None if sink is None else on_sink,
         first_contribution=first_contribution,
         mass=dict(zip(mass, masses, strict=True)),
     )  # fmt: skip

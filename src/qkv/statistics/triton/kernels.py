@@ -15,6 +15,7 @@ block of BN keys, x the place of a key relative to the middle of its block, and 
     SECOND  Σ a (BN T + x)²    · 2^30 / BN²
     BITS    Σ a log2 a         · 2^25
     SQUARES Σ a²               · 2^60
+    TOP     max a, the bits of its float32: of numbers that are not negative, they have the same order
 
 The three moments use the same rounded Σ a of a block, so the spread of a head that attends far back keeps its digits.
 """
@@ -30,8 +31,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
 SLICE = tl.constexpr(8)  # columns of a tile that are added first: those of one instruction of a tensor core
 
-ONE, FIRST, SECOND, BITS, SQUARES = (tl.constexpr(n) for n in range(5))
-SUMS = tl.constexpr(5)  # sums of each query in memory, before those that are not always wanted
+ONE, FIRST, SECOND, BITS, SQUARES, TOP = (tl.constexpr(n) for n in range(6))
+SUMS = tl.constexpr(6)  # sums of each query in memory, before those that are not always wanted
 SCALE = tl.constexpr(2.0**30)
 BITS_SCALE = tl.constexpr(2.0**25)
 SQUARES_SCALE = tl.constexpr(2.0**60)
@@ -284,14 +285,15 @@ def _slices(
     sums are multiplications with an addition, one instruction each.
     """
     if N == SLICE:
-        bits, squares, zero, one, two, norm = sums
+        bits, squares, top, zero, one, two, norm = sums
         both = p + p2
         bits = bits + p * t + p2 * t2
         squares = squares + p * p + p2 * p2
+        top = tl.maximum(top, tl.maximum(p.to(tl.int32, bitcast=True), p2.to(tl.int32, bitcast=True)))
         zero, one, two = zero + both, one - p * FAR + p2 * FAR, two + both * (FAR * FAR)
         if HAS_NORMS:
             norm = norm + p * norms + p2 * norms2
-        return bits, squares, zero, one, two, norm
+        return bits, squares, top, zero, one, two, norm
     else:
         a, b = _halves(p, M, N)
         a2, b2 = _halves(p2, M, N)
@@ -448,9 +450,9 @@ def statistics(
                     left, right = _halves(p, BM, BN)
                     t_left, t_right = _halves(t, BM, BN)
                     norm_left, norm_right = _halves(norm, 1, BN)
-                    bits, squares, zero, one, two, weighted = _slices(
-                        left, t_left, right, t_right, norm_left, norm_right, (z, z, z, z, z, z), BM, BN // 2, BN / 4,
-                        HAS_NORMS,
+                    bits, squares, highest, zero, one, two, weighted = _slices(
+                        left, t_left, right, t_right, norm_left, norm_right, (z, z, z.to(tl.int32), z, z, z, z), BM,
+                        BN // 2, BN / 4, HAS_NORMS,
                     )  # fmt: skip
                     m0, m1, m2 = _moments(zero, one, two, BN)
                     first, second_moment = m0 * block + m1, m0 * (block * block) + m1 * (2 * block) + m2
@@ -464,6 +466,7 @@ def statistics(
                         at[:, None, None] + plane[None, :, None] + 2 * plane[None, None, :], four, sem="relaxed"
                     )
                     tl.atomic_add(at + SQUARES * BM, (tl.sum(squares, 1) * SQUARES_SCALE).to(tl.int64), sem="relaxed")
+                    tl.atomic_max(at + TOP * BM, tl.max(highest, 1).to(tl.int64), sem="relaxed")
                     if HAS_NORMS:
                         m = tl.sum(weighted, 1) * NORMS_SCALE
                         tl.atomic_add(at + NORMS * BM, tl.where(m >= 0.0, m.to(tl.int64), NAN_SUM), sem="relaxed")
@@ -602,8 +605,8 @@ def by_row(
 ):  # fmt: skip
     """The statistics of BM queries of one head from their sums, and their weights on four keys.
 
-    `found` gets the statistics in the order of `host.OF_QUERIES`, then the weight on the sink logit, and Σ A ‖v‖ with
-    the norms of the values: (12, b·h, nq); `mass` gets those of the masses.
+    `found` gets the statistics in the order of `host.OF_QUERIES`, then the weight on the sink logit, the largest
+    score, and Σ A ‖v‖ with the norms of the values: (13, b·h, nq); `mass` gets those of the masses.
     """
     head = tl.program_id(1)
     batch, h = head // heads, head % heads
@@ -634,6 +637,7 @@ def by_row(
     second = tl.load(at + SECOND * BM).to(tl.float64) * BN * BN
     bits = tl.load(at + BITS * BM).to(tl.float64) * (SCALE / BITS_SCALE)
     squares = tl.load(at + SQUARES * BM).to(tl.float64) * (SCALE * SCALE / SQUARES_SCALE)
+    top = tl.load(at + TOP * BM).to(tl.int32).to(tl.float32, bitcast=True)
     empty = whole == 0.0
     nan = ~(shift <= NONE)  # or infinity; integers have no NaN
     safe = tl.where(empty, 1.0, whole)
@@ -683,9 +687,11 @@ def by_row(
     tl.store(found + 8 * size + write, number.to(tl.float32), mask=inside)
     tl.store(found + 9 * size + write, tl.where(number > 0, 1.0 - at_sink, 0.0), mask=inside)
     tl.store(found + 10 * size + write, at_sink, mask=inside)
+    score = tl.where(top > 0.0, (shift + tl.log2(tl.where(top > 0.0, top, 1.0))) * LN2, float("-inf"))
+    tl.store(found + 11 * size + write, _or_nan(score, nan), mask=inside)
     if HAS_NORMS:
         norm = tl.load(at + NORMS * BM).to(tl.float64) / NORMS_SCALE * tl.load(largest_norm) * share_of_keys
-        tl.store(found + 11 * size + write, _or_nan(norm, nan | (norm < 0.0)), mask=inside)
+        tl.store(found + 12 * size + write, _or_nan(norm, nan | (norm < 0.0)), mask=inside)
     for m in tl.static_range(MASSES):
         of_mass = tl.load(at + (PLANES - MASSES + m) * BM).to(tl.float64) / SCALE * share_of_keys
         tl.store(mass + m * size + write, _or_nan(of_mass, nan), mask=inside)
