@@ -21,7 +21,7 @@ from research.sinks.subject import Subject
 def test_massive_activations_are_large_and_far_above_the_median(rest, largest, count):
     states = torch.full((3, 5), rest)
     states[0, 2] = -largest
-    assert int(residual._summarised(states)["massive"]) == count
+    assert int(residual._summarised(states[None])["massive"]) == count
 
 
 def test_profile_survey_lab_and_research_measure_the_same_sinks_of_qkv_mini(tmp_path: Path) -> None:
