@@ -131,6 +131,10 @@ class Expected:
             values |= {f"measure {name}": x for name, x in made.items()}
             if "lse" in values:
                 values["measure lse"] = values["lse"]
+            largest, counted = found.final.detach().amax(-1), case.request.queries
+            values["measure max_logit"] = (
+                largest if counted is None else largest.masked_fill(~counted[:, None], -torch.inf)
+            )
         return values
 
     def _add_changes(self, kernel: str, samples: list[tuple[Run, Rounding]]) -> None:

@@ -363,11 +363,13 @@ def test_measure_agrees_with_the_statistic_objects(nq: int, nk: int, mask: Mask 
 @pytest.mark.parametrize("normalizer", [
     normalizers.Softmax(sink=3.0, temperature=2.0), normalizers.Sigmoid(), normalizers.ReLU(), normalizers.Sparsemax(),
     normalizers.Hard(), normalizers.ReLU(divide="sum"), normalizers.Sigmoid(divide="sum"),
+    normalizers.Softmax(sink=1e31),  # beside it all weights are 0
 ], ids=str)  # fmt: skip
-def test_the_largest_score_of_each_query(normalizer: Any) -> None:
-    q, k, _ = triple(nq=11, nk=13)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_score_of_each_query(normalizer: Any, dtype: torch.dtype) -> None:
+    q, k = (x.to(dtype) for x in triple(nq=11, nk=13)[:2])
     counted = torch.arange(11).expand(2, -1) != 4
-    mask, bias = Causal() & ~masks.Prefix(3), biases.ALiBi(torch.rand(q.shape[1]))
+    mask, bias = Causal() & ~masks.Prefix(3), biases.ALiBi(torch.rand(q.shape[1]).to(q))
     found = qkv.measure(q, k, mask=mask, bias=bias, normalizer=normalizer, queries=counted).max_logit
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[3] ** 0.5
     distance = (torch.arange(11)[:, None] + 2 - torch.arange(13)).to(q)

@@ -355,17 +355,20 @@ class Tile:
         level = rows.level[self.at][..., None]
         # exp(score − ∞) = 0 gives fully masked queries zero weights. (Finite, because 0 · ∞ is NaN.)
         level = level.masked_fill(level == -torch.inf, -MASKED_SCORE)
-        if self.linear:  # in base 2, because torch's exp is MKL's, which on some processors is several times slower
+        if self.linear and self.call.sink is None:
+            # In base 2, because torch's exp is MKL's, which on some processors is several times slower.
             q, k = self._factors()
             log2 = torch.baddbmm(level.reshape(len(q), -1, 1), q, k, beta=-LOG2_E, alpha=LOG2_E).view(self.shape)
-        else:
-            log2 = self.scores().sub_(level).mul_(LOG2_E)
-        if masked is not None:
-            log2.masked_fill_(masked, MASKED_SCORE)
-        if not self.linear:
-            log2.clamp_(min=MASKED_SCORE)  # a bias may also mask pairs, with −inf
-        top = log2.amax(-1)
-        self.top = (level[..., 0] + top / LOG2_E).masked_fill(top <= MASKED_SCORE / 2, -torch.inf)
+            if masked is not None:
+                log2.masked_fill_(masked, MASKED_SCORE)
+            top = log2.amax(-1)
+            self.top = (level[..., 0] + top / LOG2_E).masked_fill(top <= MASKED_SCORE / 2, -torch.inf)
+        else:  # the level may be far above all scores if a sink is in it
+            scores = self.scores()
+            if masked is not None:
+                scores.masked_fill_(masked, -torch.inf)
+            self.top = scores.amax(-1)
+            log2 = scores.sub_(level).mul_(LOG2_E).clamp_(min=MASKED_SCORE)  # a bias may also mask pairs, with −inf
         return torch.exp2(log2), log2
 
     def _weights_by_definition(self, rows: RowState, masked: Tensor | None) -> Scores:
