@@ -139,6 +139,15 @@ def _between(counts, low, high):
 
 
 @triton.jit
+def _range(at, low, high, n, HAS_BAND: tl.constexpr):
+    """The first and the last of n positions that are from `low` to `high` after `at`; all of them without a band."""
+    first, last = at * 0, at * 0 + (n - 1)
+    if HAS_BAND:
+        first, last = tl.maximum(at + low, 0), tl.minimum(at + high, n - 1)
+    return first, last
+
+
+@triton.jit
 def _or_nan(x, nan):
     return tl.where(nan, float("nan"), x).to(tl.float32)
 
@@ -381,10 +390,7 @@ def statistics(
         real = tl.sum(named.to(tl.int32), 0)
         end = tl.where(real == 0, begin, end)
     if not COUNT:
-        from_row, to_row = columns * 0, columns * 0 + (n_queries - 1)
-        if HAS_BAND:
-            from_row = tl.maximum(columns + low - offset, 0)
-            to_row = tl.minimum(columns + high - offset, n_queries - 1)
+        from_row, to_row = _range(columns, low - offset, high - offset, n_queries, HAS_BAND)
         queries_seeing = tl.maximum(to_row - from_row + 1, 0)
         if HAS_COUNTED:
             queries_seeing = _between(query_counts + batch.to(tl.int64) * n_queries, from_row, to_row)
@@ -656,10 +662,7 @@ def by_row(
     if HAS_IDS or HAS_DENSE:
         number = tl.load(at + SEEN * BM).to(tl.int32)
     else:
-        from_key, to_key = rows * 0, rows * 0 + (n_keys - 1)
-        if HAS_BAND:
-            from_key = tl.maximum(rows + offset - high, 0)
-            to_key = tl.minimum(rows + offset - low, n_keys - 1)
+        from_key, to_key = _range(rows, offset - high, offset - low, n_keys, HAS_BAND)
         number = tl.maximum(to_key - from_key + 1, 0)
         if HAS_KEYS:
             number = _between(key_counts + batch.to(tl.int64) * stride_kmb, from_key, to_key)
