@@ -8,6 +8,7 @@ import gc
 import inspect
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
@@ -17,7 +18,7 @@ import qkv
 from qkv._packages import explain, lab_is_missing
 from qkv.cli import ablate, evict, flow, generate, maps, profile, survey, view
 from qkv.cli.shared import discard_output
-from qkv.cli.terminal import show_menu
+from qkv.cli.terminal import Laps, show_menu
 from qkv.errors import InputError, nearest
 from qkv.native import described
 
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:  # the process ends with the command
         gc.set_threshold(100_000, 50, 50)  # importing libraries and drawing make many objects and little garbage
         atexit.register(_freeze)
+    else:
+        Laps.began = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments == ["--version"]:
         print(f"qkv {qkv.__version__}\n{described()}")
