@@ -21,6 +21,7 @@ import profile_fixture as made
 import qkv
 from conftest import refusals, refused
 from qkv.profiler import Profile
+from qkv.profiler.capture.inputs import token_texts
 from qkv.profiler.data import archive, tables
 
 
@@ -145,6 +146,41 @@ def test_token_shares_add_up_to_one() -> None:
     assert the["lift"] == pytest.approx(the["share"] / np.mean(names == "the"), rel=1e-5)
     assert names[int(the["position"])] == "the"
     assert made.encoder_decoder().tokens(99, group="cross")["share"].sum() == pytest.approx(1)
+
+
+def test_tokens_that_differ_in_a_space_are_two_tokens() -> None:
+    tokens = ["x", " the", "the", "a", " the", "b", "the", " the", "c", "d"] * 2
+    chosen = {token: np.array([token == one for one in tokens]) for token in ("the", " the")}
+    weights = np.full((1, 2, 20, 20), 0.01)
+    for head, (share, token) in enumerate(((0.8, " the"), (0.9, "the"))):
+        weights[0, head, :, chosen[token]] = share / chosen[token].sum()
+    weights /= weights.sum(-1, keepdims=True)
+    profile = of_weights(weights, tokens)
+    names, shares, counts = tables.repeated_shares(profile.data)
+    for head, (name, token, copies) in enumerate((("␣the", " the", 6), ("the", "the", 4))):
+        assert counts[names.index(name)] == copies
+        assert shares[head, names.index(name)] == pytest.approx(weights[0, head, 0, chosen[token]].sum())
+    assert list(profile.heads()["target"]) == ["“␣the”", "“the”"]
+    table = profile.tokens(99).set_index("token")
+    assert (table.loc[" the", "count"], table.loc["the", "count"]) == (6, 4)
+
+
+@pytest.mark.parametrize("name", ["minilm", "qkv-mini", "byte-level"])
+def test_every_token_has_a_text_of_its_own(name: str) -> None:
+    if name == "byte-level":
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        pieces = sorted({*pre_tokenizers.ByteLevel.alphabet(), "ĠðŁĺ", "Ġ.", "Ġ,", "ðŁĺĢ", "Ċ<"})
+        made_here = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+        made_here.decoder = decoders.ByteLevel()
+        tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=made_here, clean_up_tokenization_spaces=True)
+        ids = [pieces.index(piece) for piece in ("ĠðŁĺ", "Ģ", "Ġ.", "ðŁĺĢ")]
+        assert token_texts(tokenizer, ids) == [" <0xF0><0x9F><0x98>", "<0x80>", " .", "😀"]
+    else:
+        tokenizer = qkv.load(name)[1]
+    texts = token_texts(tokenizer, range(len(tokenizer)))
+    assert len({*texts}) == len(tokenizer) > 200
 
 
 def test_saved_profile_loads_identically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

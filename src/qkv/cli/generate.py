@@ -165,12 +165,13 @@ def _profile(loaded: TextModel, ids: list[int], prompt: int, question: str | Non
     from qkv.figures.layout import save_figure
     from qkv.profiler import run
     from qkv.profiler.analyses.answers import answer_shares, parts_of
+    from qkv.profiler.capture.inputs import token_texts
     from qkv.profiler.data.frames import percent
 
     text, tokenizer = torch.tensor(ids), loaded.tokenizer.whole
     shares = answer_shares(loaded.model, text, parts_of(ids, prompt, tokenizer, question), prompt)
     by_head = shares.mean("token")
-    names = tokenizer.convert_ids_to_tokens(ids[prompt:])
+    names = token_texts(tokenizer, ids[prompt:])
     rows = table("part", ">share of the new tokens' attention", ">largest", "head", title="What the answer attends to")
     for part in by_head:
         layer, head = divmod(int(part.values.argmax()), part.sizes["head"])

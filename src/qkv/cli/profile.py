@@ -13,7 +13,7 @@ import tyro
 from qkv._files import write_atomically
 from qkv._progress import bar, spinner
 from qkv.cli.shared import INPUT, PROFILE, Dtype, Input, folder, numbers, saved_profile, statistics_of
-from qkv.cli.terminal import Laps, head_grid, print_files, print_line, show, table, token_name
+from qkv.cli.terminal import Laps, head_grid, print_files, print_line, show, table
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
@@ -236,12 +236,14 @@ def _show(result: Profile) -> None:
 
     from qkv.profiler.data.findings import Findings
     from qkv.profiler.data.frames import percent
+    from qkv.profiler.data.tables import names_of
 
     for group, data in result.groups.items():
         found = Findings(data, result.attrs, group)
         show(Text(f"\n{_title(result, group)}", "bold"), found.headline, "", *head_grid(found.types), "")
         show(_findings_table(found))
-        tokens = [f"{token_name(row.token)} {percent(row.share)}" for row in result.tokens(5, group).itertuples()]
+        names = names_of(data)
+        tokens = [f"“{names[row.token]}” {percent(row.share)}" for row in result.tokens(5, group).itertuples()]
         show(f"Most attended tokens: {', '.join(tokens)}.")
         if group == result.main:
             _show_states(result)

@@ -101,14 +101,17 @@ def table(*columns: str, title: str | None = None) -> Table:
 
 def token_table(tokens: pd.DataFrame) -> Table:
     """The tokens that receive most attention, from `Profile.tokens` or `Survey.tokens`."""
+    from rich.text import Text
+
     from qkv.profiler.data.frames import percent
+    from qkv.profiler.data.tables import token_names
 
     columns = "token", ">of all attention", ">× its share of the text", ">count"
-    rows = table(*columns, title="Most attended tokens")
+    rows, names = table(*columns, title="Most attended tokens"), token_names(tokens["token"])
     for row in tokens.itertuples():
         # A survey names only some tokens.
-        name = f"token {row.id}" if not row.token and "id" in tokens else token_name(row.token)
-        rows.add_row(name, percent(row.share), f"{row.lift:.1f}", f"{row.count:,}")
+        name = f"token {row.id}" if not row.token and "id" in tokens else f"“{names[row.token]}”"
+        rows.add_row(Text(name), percent(row.share), f"{row.lift:.1f}", f"{row.count:,}")
     return rows
 
 

@@ -155,6 +155,7 @@ def _view(one: xr.Dataset, views: int, found: Findings) -> tuple[dict[str, Any],
     index, codes = _packed(arrays)
     keys, queries = (display(one[f"{side}_token"].values[0].tolist()) for side in ("key", "query"))
     tokens = tables.token_table(one).head(25)
+    tokens["token"] = tokens["token"].map(tables.names_of(one))
     view = {
         "n_queries": n_queries,
         "n_keys": n_keys,

@@ -19,7 +19,7 @@ from qkv.errors import InputError
 from qkv.models import DecoderLM, Sampler
 from qkv.models.generation import evaluation_mode
 from qkv.models.loading import Loaded
-from qkv.profiler.capture.inputs import device_of, positions, token_text, vocabulary
+from qkv.profiler.capture.inputs import device_of, positions, token_texts, vocabulary
 from qkv.profiler.editing import Key, edit
 from qkv.profiler.editing import everywhere as every_head
 from qkv.profiler.run import profile
@@ -268,9 +268,7 @@ class Live:
 
     def _names(self, ids: Sequence[int]) -> list[str]:
         """Tokens as readable text."""
-        tokenizer, ids = self.loaded.tokenizer, list(ids)
-        pieces = tokenizer.convert_ids_to_tokens(ids)
-        return [token_text(tokenizer, token, str(piece)) for token, piece in zip(ids, pieces, strict=True)]
+        return token_texts(self.loaded.tokenizer, ids)
 
     def _continued(self, text: str, ids: list[int], token: int) -> str:
         """The text with a token appended, which may complete an unfinished character at its end."""

@@ -17,7 +17,7 @@ from qkv.errors import InputError
 from qkv.models.generation import evaluation_mode
 from qkv.models.loading import load_if_named
 from qkv.profiler.capture.datasets import Arrays, joined
-from qkv.profiler.capture.inputs import batches, sequences_of, special_ids, token_text, vocabulary
+from qkv.profiler.capture.inputs import batches, sequences_of, special_ids, token_texts, vocabulary
 from qkv.profiler.capture.residual import attention_modules, observe_residual
 
 _MEANING = {
@@ -93,7 +93,7 @@ def mixing(
             name, same_text = _stack(responses, stack, len(text.ids) - without_first, type(model).__name__)
             response = torch.stack(responses[name], 1).double().numpy()
             start = int(without_first) if same_text else 0
-            names = _names(text.ids[start:].tolist(), tokenizer) if same_text else [""] * response.shape[2]
+            names = token_texts(tokenizer, text.ids[start:].tolist()) if same_text else [""] * response.shape[2]
             one = _of_text(response, names, max(0, position + 1 - start) if same_text else 0)
             one.coords["replaced"] = "text", [int(text.ids[position])]
             one.coords["replaced_by"] = ("text", "replacement"), [others]
@@ -123,13 +123,6 @@ def _of_text(response: Float[np.ndarray, "r depth n"], names: list[str], later: 
         {"depth": ("depth", np.arange(len(mean))), "token_name": (("text", "token"), np.array([names], object))},
         {},
     )
-
-
-def _names(ids: list[int], tokenizer: Any) -> list[str]:
-    if not hasattr(tokenizer, "convert_ids_to_tokens"):
-        return [str(i) for i in ids]
-    pieces = tokenizer.convert_ids_to_tokens(ids)
-    return [token_text(tokenizer, i, str(piece)) for i, piece in zip(ids, pieces, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

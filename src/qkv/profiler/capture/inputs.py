@@ -345,10 +345,7 @@ class Tokens:
         tokenizer = self.tokenizer
         if self.reads_target and ids is self.queries:  # a translator has other words for what it writes
             tokenizer = getattr(tokenizer, "target", tokenizer)
-        if tokenizer is None:
-            return [str(i) for i in kept]
-        pieces = tokenizer.convert_ids_to_tokens(kept)
-        return [token_text(tokenizer, i, str(piece)) for i, piece in zip(kept, pieces, strict=True)]
+        return token_texts(tokenizer, kept)
 
     @property
     def special(self) -> list[str]:
@@ -370,10 +367,38 @@ def special_ids(model: nn.Module, tokenizer: Any) -> set[int]:
     return {int(i) for i in (*flat, *declared, *around.before, *around.after) if isinstance(i, int)}
 
 
-def token_text(tokenizer: Any, token: int, piece: str) -> str:
-    """The text of a token: markers of byte-level and SentencePiece tokenizers become spaces and characters."""
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text of each token id: markers of byte-level and SentencePiece tokenizers become spaces and characters.
+
+    Different ids have different texts: bytes that are no whole character are named as in SentencePiece, such as
+    ``<0xF0>``, and an id outside of the vocabulary by its number.
+    """
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        return [str(i) for i in ids]
+    pieces = tokenizer.convert_ids_to_tokens(list(ids))
+    special = {*(getattr(tokenizer, "all_special_tokens", ()) or ())}
+    return [
+        f"token {i}" if piece is None else piece if piece in special else _text(tokenizer, i, str(piece))
+        for i, piece in zip(ids, pieces, strict=True)
+    ]
+
+
+def _text(tokenizer: Any, token: int, piece: str) -> str:
     if "▁" in piece:
         return piece.replace("▁", " ")
     if ("Ġ" in piece or "Ċ" in piece or not piece.isascii()) and hasattr(tokenizer, "decode"):
-        return str(tokenizer.decode([token])) or piece
+        # Cleaning up would remove the space before punctuation, which is another token.
+        as_it_is = hasattr(tokenizer, "clean_up_tokenization_spaces")
+        text = str(tokenizer.decode([token], **({"clean_up_tokenization_spaces": False} if as_it_is else {})))
+        if "\N{REPLACEMENT CHARACTER}" in text and all(character in _BYTES for character in piece):
+            escaped = bytes(_BYTES[character] for character in piece).decode(errors="backslashreplace")
+            return re.sub(r"\\x(..)", lambda found: f"<0x{found[1].upper()}>", escaped)
+        return text or piece
     return piece
+
+
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + at): byte for at, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))
+}
+"""The byte of each character in the vocabulary of a byte-level tokenizer (Radford et al. 2019, section 2.2)."""

@@ -396,7 +396,8 @@ class Findings:
         with np.errstate(invalid="ignore"):
             chosen = (scores[..., 1:] > sinks.EPSILON).any((0, 3)).ravel()
         number = int(chosen.sum())
-        names = [f"“{tables.readable(row.token)}” (position {row.position:,})" for row in table.head(3).itertuples()]
+        of = tables.names_of(self._data)
+        names = [f"“{of[row.token]}” (position {row.position:,})" for row in table.head(3).itertuples()]
         more = f" and {len(table) - 3:,} more" if len(table) > 3 else ""
         best = scores[..., 1:]
         strongest = np.nan_to_num(best, nan=-1.0).max((0, 3)).argmax()

@@ -6,7 +6,8 @@ The types (induction, previous token, sink, local …) are told by scores with f
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -229,6 +230,25 @@ def readable(token: str) -> str:
     return text.strip() or ("⏎" if "\n" in text else "␣")
 
 
+def token_names(tokens: Iterable[str]) -> dict[str, str]:
+    """A name for each of these tokens: `readable`, with all white space visible where that would be another's name.
+
+    >>> token_names([" the", "the", " of"]) == {" the": "␣the", "the": "the", " of": "of"}
+    True
+    """
+    names = {token: readable(token) for token in tokens}
+    count = Counter(names.values())
+    return {token: name if count[name] == 1 else plain(token).translate(_VISIBLE) for token, name in names.items()}
+
+
+_VISIBLE = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍", "\f": "␌", "\xa0": "⍽"})
+
+
+def names_of(data: xr.Dataset) -> dict[str, str]:
+    """`token_names` of all keys of a group."""
+    return token_names(set(data["key_token"].values[valid_keys(data)]))
+
+
 def plain(token: str) -> str:
     """A token as text: the tokenizer's markers become spaces and newlines."""
     return token.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
@@ -252,7 +272,7 @@ def _top_keys(data: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _targets(data: xr.Dataset, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """The target of each head and its share of the weight ("spread" and NaN for a head without a target)."""
-    labels, shares = _token_shares(data)
+    _, labels, shares = _token_shares(data)
     for name in ("self", "previous", "next"):
         labels.append(name)
         shares = np.column_stack([shares, np.nan_to_num(table[name].to_numpy())])
@@ -268,8 +288,8 @@ def _targets(data: xr.Dataset, table: pd.DataFrame) -> tuple[np.ndarray, np.ndar
     return targets, np.select(kinds, [local, share], np.nan)
 
 
-def _token_shares(data: xr.Dataset) -> tuple[list[str], np.ndarray]:
-    """Share of each head's weight on the first token and on each distinct token: labels, (layer·head, label).
+def _token_shares(data: xr.Dataset) -> tuple[list[str | None], list[str], np.ndarray]:
+    """Share of each head's weight on the first token and on each distinct token: tokens, labels, (layer·head, label).
 
     A first token that is special is not listed as "first token" but under its own name, such as [CLS].
     """
@@ -288,8 +308,9 @@ def _token_shares(data: xr.Dataset) -> tuple[list[str], np.ndarray]:
     is_special = np.isin(distinct, data.attrs["special_tokens"])
     total[:, ~is_special] *= total[:, ~is_special] >= LIFT * share_of_keys[~is_special]
     first = (share[..., 0] * plain_first[:, None, None]).mean(0).reshape(-1, 1)
-    labels = [token if known else f"“{readable(token)}”" for token, known in zip(distinct, is_special, strict=True)]
-    return ["first token", *labels], np.hstack([first, total])
+    names = names_of(data)
+    labels = [token if known else f"“{names[token]}”" for token, known in zip(distinct, is_special, strict=True)]
+    return [None, *distinct], ["first token", *labels], np.hstack([first, total])
 
 
 def repeated_shares(data: xr.Dataset) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -298,14 +319,13 @@ def repeated_shares(data: xr.Dataset) -> tuple[list[str], np.ndarray, np.ndarray
     A share counts if it is at least `LIFT` times the token's share of the keys: (layer·head, token). Special tokens
     are left out.
     """
-    labels, shares = _token_shares(data)
+    tokens, labels, shares = _token_shares(data)
     valid = valid_keys(data)
     valid[:, 0] = False
-    special, keys = set(data.attrs["special_tokens"]), data["key_token"].values[valid].tolist()
-    known = {f"“{readable(token)}”": token for token in sorted(set(keys) - special)}
-    chosen = [at for at, label in enumerate(labels) if label in known and keys.count(known[label]) > 1]
-    counts = np.array([keys.count(known[labels[at]]) for at in chosen], int)
-    return [readable(known[labels[at]]) for at in chosen], shares[:, chosen], counts
+    special, count = set(data.attrs["special_tokens"]), Counter(data["key_token"].values[valid])
+    chosen = [at for at, token in enumerate(tokens) if token not in special and count[token] > 1]
+    counts = np.array([count[tokens[at]] for at in chosen], int)
+    return [labels[at][1:-1] for at in chosen], shares[:, chosen], counts
 
 
 def uniform_local(data: xr.Dataset) -> float:

@@ -27,7 +27,7 @@ from qkv._survey_settings import Settings, takes_settings
 from qkv.engine import Call, Result
 from qkv.errors import InputError
 from qkv.models.loading import load_if_named
-from qkv.profiler.capture.inputs import Special, batches, positions, sequences_of, special_ids, token_text, tokens_of
+from qkv.profiler.capture.inputs import Special, batches, positions, sequences_of, special_ids, token_texts, tokens_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer, unobserved
 from qkv.profiler.capture.probes import weights_hash
@@ -280,8 +280,7 @@ class Surveyor:
             order = (-number(group.token_weight)).argsort(kind="stable")[:NAMED]
             best |= {int(i) for i in order if group.token_count[i]}
         ids = sorted(best)
-        pieces = self.tokenizer.convert_ids_to_tokens(ids)
-        return {str(i): token_text(self.tokenizer, i, str(piece)) for i, piece in zip(ids, pieces, strict=True)}
+        return dict(zip(map(str, ids), token_texts(self.tokenizer, ids), strict=True))
 
 
 def vocabulary(model: nn.Module, tokenizer: Any) -> int:
