@@ -25,6 +25,7 @@ from transformers import DynamicCache, OpenAIGPTConfig, OpenAIGPTLMHeadModel, St
 import hf_models as hf
 import hf_zoo
 import qkv
+import qkv.huggingface.attention as hf_attention
 from conftest import covering, refused
 
 IDS = torch.randint(5, 97, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -603,3 +604,59 @@ def test_what_torch_cannot_record_is_refused() -> None:
     for record in (torch.export.export, torch.jit.trace):
         with refused("normalizer"):
             record(layer, (x,))
+
+
+# --- causality that a user has changed --------------------------------------------------------------------------------
+
+
+def turned(name: str, implementation: str, suffix: str) -> Any:
+    """A decoder that attends both ways, or an encoder that does not, by `is_causal` of its modules alone."""
+    model = hf.build(name, implementation, suffix=suffix)
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = not module.is_causal
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(("name", "suffix"), [("llama", "ForCausalLM"), ("gpt2", "LMHeadModel"), ("bert", "Model")])
+def test_changed_causality_of_modules_acts_where_it_acts_in_the_model(
+    name: str, suffix: str, padded: bool, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = turned(name, implementation, suffix)
+    inputs = {"input_ids": IDS} | ({"attention_mask": RIGHT} if padded else {})
+    real = RIGHT.bool() if padded else torch.ones(2, 12, dtype=torch.bool)
+    want, acts = model(**inputs)[0], implementation == "sdpa" and not padded
+    got = qkv.profile(model, inputs, probe=False, progress=False)
+    assert got.attrs["checks"][0]["difference"] < 1e-5
+    assert got.data.attrs["causal"] is (acts is (name == "bert"))
+    # The oracle: with all other masks the weights are those of the class, or of the other causality.
+    plain = hf.build(name, "eager", suffix=suffix)
+    pairs = torch.ones(12, 12, dtype=torch.bool).tril() if got.data.attrs["causal"] else torch.ones(12, 12).bool()
+    pairs = (pairs & real[:, None, None]) if padded else pairs.expand(2, 1, -1, -1)
+    own = {"input_ids": IDS, "attention_mask": torch.where(pairs, 0.0, torch.finfo(torch.float32).min)}
+    weights = torch.stack(plain(**own, output_attentions=True).attentions, 1)
+    rows = np.nan_to_num(got.data["weights"].values)[0]
+    np.testing.assert_allclose(rows, weights[0], atol=2e-5)
+    with qkv.watch(model) as watched:
+        assert torch.equal(model(**inputs)[0], want)
+    same(watched.profile(), got, but=set())
+    torch.testing.assert_close(
+        qkv.huggingface.use(copy.deepcopy(model))(**inputs)[0][real], want[real], atol=1e-4, rtol=1e-4
+    )
+    if acts:  # the check can fail: it calls the model's own function with the model's own arguments
+        monkeypatch.setattr(hf_attention, "causality", lambda *_: None)
+        with refused("model", match="sdpa_attention_forward, whose output differs"):
+            qkv.profile(turned(name, implementation, suffix), inputs, probe=False, progress=False)
+
+
+@torch.no_grad()
+def test_changed_causality_with_a_static_cache_sees_what_the_model_sees() -> None:
+    model, runs = turned("llama", "sdpa", "ForCausalLM"), []
+    for _ in range(2):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        runs.append([model(part, past_key_values=cache).logits for part in IDS.split([10, 1, 1], 1)])
+        qkv.huggingface.use(model)
+    torch.testing.assert_close(runs[1], runs[0], atol=1e-4, rtol=1e-4)

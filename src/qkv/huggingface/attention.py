@@ -39,7 +39,7 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 INERT = {
     "cache_position",
     "deterministic",
-    "is_causal",  # read if there is no mask
+    "is_causal",  # read where the model's own attention function reads it
     "num_items_in_batch",
     "output_attentions",
     "output_hidden_states",
@@ -70,7 +70,8 @@ def call_of(
 
     The unused slots of a static cache are left out of the call. The arguments are those that the model passes:
     `attention_mask` is a `LazyMask`, a 4-D tensor or None, `s_aux` the logit of a sink for each head, and `indices` are
-    keys to which each query is restricted, in addition to the mask (DeepSeek-V3.2).
+    keys to which each query is restricted, in addition to the mask (DeepSeek-V3.2). Where transformers passes no mask
+    to the model's own function, and this function reads `is_causal` of the module, as torch's SDPA does, so does qkv.
     """
     for argument, passed in others.items():
         if argument not in INERT and passed is not None and passed is not False:
@@ -81,13 +82,22 @@ def call_of(
     if (dtype := autocast_dtype(query)) is not None:  # as for torch's attention: rotary leaves q and k in float32
         query, key, value = (x.to(dtype) for x in (query, key, value))
     mask, bias, keys = read_mask(attention_mask, query.shape[2], key.shape[2])
-    if attention_mask is None and query.shape[2] > 1:  # `lazy_mask` is never None: it is dense unless stated otherwise
-        causal = others.get("is_causal")
-        if causal is None and getattr(module, "is_causal", False):
+    causal = causality(module, others) if query.shape[2] > 1 else None
+    if attention_mask is None and query.shape[2] > 1:
+        if causal is None and own_implementation(module) is None and getattr(module, "is_causal", False):
             raise InputError(f"attention_mask is None in {name}, whose is_causal is True; expected a mask")
         mask = Causal() if causal else None
     if isinstance(attention_mask, LazyMask):
         n_keys = attention_mask.grid.n_keys
+        if causal is not None and causal != attention_mask.causal:
+            if "flash" in str(own_implementation(module)):
+                raise InputError(
+                    f"is_causal is {causal} in {name}, where the model has a mask that is {'not ' * causal}causal; "
+                    "expected the same in both, or the implementation sdpa"
+                )
+            if attention_mask.skipped:  # from the first query and the first key
+                n_keys = query.shape[2] if causal else key.shape[2]
+                mask, keys = Causal() if causal else None, None
         key, value = key[:, :, :n_keys], value[:, :, :n_keys]
     if indices is not None:
         chosen = _chosen(name, indices, query, key)
@@ -97,6 +107,29 @@ def call_of(
     if softcap is not None:
         bias = (biases.SoftCap(softcap), *bias)
     return Call.of(query, key, value, mask, bias, Dot(scaling), Softmax(sink=s_aux), dropout), keys
+
+
+def own_implementation(module: nn.Module) -> str | None:
+    """The implementation that the configuration of a module selected before qkv's; None if it does not say.
+
+    A model on qkv's attention is as one on torch's SDPA, unless `use` took it from another implementation.
+    """
+    name = getattr(getattr(module, "config", None), "_attn_implementation_internal", None)
+    name = _ROUTED.get(name, name)
+    return getattr(module, OWN, "sdpa") if name == NAME else name
+
+
+def causality(module: nn.Module, arguments: Mapping[str, Any]) -> bool | None:
+    """What the model's own function applies where it gets no mask: causal or not; None if it needs a mask for that.
+
+    SDPA and FlashAttention take `is_causal` from the arguments or from the module; eager attention takes it from none.
+    """
+    name, given = own_implementation(module), arguments.get("is_causal")
+    if name is None:
+        return given
+    if "sdpa" not in name and "flash" not in name:
+        return None
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def routes(module: nn.Module) -> bool:
@@ -195,8 +228,12 @@ class LazyMask:
     tensor of 0 and the lowest float, which any attention implementation accepts.
     """
 
-    def __init__(self, mask: Mask | None, grid: Grid, dtype: torch.dtype, keys: Tensor | None, length: int) -> None:
+    def __init__(
+        self, mask: Mask | None, grid: Grid, dtype: torch.dtype, keys: Tensor | None, length: int,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.mask = mask
+        self.arguments = arguments or {}  # those of transformers' mask functions
         self.grid = grid  # over the keys up to the last that is visible to a query; later keys are masked
         self.keys = keys  # (batch, grid.n_keys), True at real tokens, or None if all are real
         self.dtype = dtype
@@ -215,6 +252,26 @@ class LazyMask:
 
     def contiguous(self, *args: Any, **kwargs: Any) -> LazyMask:
         return self
+
+    @functools.cached_property
+    def causal(self) -> bool:
+        """True if no query can attend to a later key."""
+        return is_causal(self.mask)
+
+    @functools.cached_property
+    def skipped(self) -> bool:
+        """Whether transformers passes no mask to torch's SDPA in place of this one, and relies on `is_causal`."""
+        try:
+            return self.arguments != {} and self.own("sdpa", mask_function=_formed) is None
+        except _FormedError:
+            return False
+
+    def own(self, implementation: str, **changed: Any) -> Any:
+        """The mask that transformers makes for an implementation, with other arguments."""
+        from transformers.masking_utils import AttentionMaskInterface
+
+        function: Any = AttentionMaskInterface._global_mapping[implementation]
+        return getattr(function, "replaced", function)(**self.arguments | changed)
 
     def tensor(self) -> Tensor:
         """The additive mask as a tensor."""
@@ -245,6 +302,14 @@ class LazyMask:
         return self.tensor()[index]
 
 
+class _FormedError(Exception):
+    """Raised when transformers begins to form a mask."""
+
+
+def _formed(*_: Any) -> Tensor:
+    raise _FormedError
+
+
 def _through_tensor(name: str) -> Callable[..., Any]:
     def operator(self: LazyMask, *args: Any) -> Any:
         return getattr(self.tensor(), name)(*(a.tensor() if isinstance(a, LazyMask) else a for a in args))
@@ -271,9 +336,8 @@ def lazy_mask(
 ) -> LazyMask:
     """The mask function to register with transformers. It never returns a tensor or None.
 
-    So causality never has to be guessed from `is_causal`. A static cache passes its live counter as `q_offset` and
-    advances it before attention runs, so the counter is read here. The unused slots of such a cache are left out:
-    decoding is then the same as with a cache that grows.
+    A static cache passes its live counter as `q_offset` and advances it before attention runs, so the counter is read
+    here. The unused slots of such a cache are left out: decoding is then the same as with a cache that grows.
     """
     if isinstance(attention_mask, LazyMask):
         return attention_mask
@@ -295,7 +359,11 @@ def lazy_mask(
         band = None if mask is None or q_length > 1 else mask.band
         shows_all = band is not None and band[0] <= 0 and band[1] >= n_keys - 1  # a step of decoding
         mask = padding if mask is None or shows_all else mask & padding
-    return LazyMask(mask, grid, dtype if dtype.is_floating_point else torch.float32, keys, kv_length)
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": int(q_offset)}
+    arguments = sizes | {"kv_offset": start, "attention_mask": attention_mask, "device": device, "dtype": dtype}
+    arguments |= kwargs if mask_function is None else kwargs | {"mask_function": mask_function}
+    floating = dtype if dtype.is_floating_point else torch.float32
+    return LazyMask(mask, grid, floating, keys, kv_length, arguments)
 
 
 def is_causal(mask: Mask | None) -> bool:
@@ -390,7 +458,9 @@ def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | Non
 
 
 NAME = "qkv"  # transformers treats names that contain "sdpa", "flash" or "/" in a special way
+OWN = "qkv_own_implementation"  # attribute of modules: what their configuration selected before `use`
 _GUESTS = (f"qkv_guest_{n}" for n in itertools.count())
+_ROUTED: dict[str | None, str | None] = {}  # the implementations in whose place guests are
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -403,19 +473,23 @@ def routed(model: nn.Module, attend: Callable[..., tuple[Tensor, Any]]) -> Itera
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    name = next(_GUESTS)
     configs = configurations(model)
     before = [config._attn_implementation_internal for config in configs]
+    guests = {implementation: next(_GUESTS) for implementation in before}
+    _ROUTED.update({guest: _ROUTED.get(own, own) for own, guest in guests.items()})
     try:
-        _register(name, attend)
-        for config in configs:
-            config._attn_implementation_internal = name
+        for guest in guests.values():
+            _register(guest, attend)
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = guests[implementation]
         yield
     finally:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
+        for guest in guests.values():
+            AttentionInterface._global_mapping.pop(guest, None)
+            AttentionMaskInterface._global_mapping.pop(guest, None)
+            _ROUTED.pop(guest)
 
 
 def register() -> None:
@@ -424,8 +498,9 @@ def register() -> None:
     Afterwards ``model.set_attn_implementation("qkv")`` or ``from_pretrained(..., attn_implementation="qkv")`` runs any
     model that uses transformers' `AttentionInterface` on qkv's kernels: forward and backward, `generate` with any
     cache, padding, windows, sinks, soft caps, position biases, cross-attention, dropout. The output of a query without
-    a visible key (such as padding) is 0, where other implementations differ from one another. If a model does not use
-    the interface, transformers only warns; `use` raises.
+    a visible key (such as padding) is 0, where other implementations differ from one another. A module's `is_causal` is
+    read where the implementation "sdpa" reads it. If a model does not use the interface, transformers only warns; `use`
+    raises.
     """
     require("qkv.huggingface", "transformers")
     _register(NAME, attend)
@@ -470,6 +545,8 @@ def use(model: Model) -> Model:
             "cannot compute its attention; expected a model that does, such as GPT-2, Llama or BERT"
         )
     register()
+    for module in filter(routes, model.modules()):
+        setattr(module, OWN, own_implementation(module) or "eager")
     setter: Any = getattr(model, "set_attn_implementation", None)  # None in a module that contains models
     if setter is not None:
         setter(NAME)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qkv.engine import Call, Result, at_least_float32, detached, under_vmap
 from qkv.errors import InputError
-from qkv.huggingface.attention import EAGER_NAMES, LazyMask, call_of, eager_of, is_known, name_of
+from qkv.huggingface.attention import EAGER_NAMES, LazyMask, call_of, causality, eager_of, is_known, name_of
 from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Grid, Mask, Region, Window
 from qkv.profiler.capture import inputs
@@ -73,28 +73,36 @@ def check_rows(
     attention_mask: Any,
     arguments: dict[str, Any],
 ) -> Checked | None:
-    """Run the model's own function for the last few queries and compare with the same rows of `out`.
+    """Run the model's own function for a few queries and compare with the same rows of `out`.
 
-    None if the function does not accept these arguments, so that nothing can be compared.
+    Its arguments are those of the model, and its mask is the one that transformers makes for it: the mask of the last
+    queries, or none and the first queries, since a function without a mask counts positions from the first key. None if
+    the function does not accept these arguments, so that nothing can be compared.
     """
     b, h, n_queries, _ = call.q.shape
     n_keys = call.k.shape[2]
-    count = max(1, min(ROWS, n_queries, SCORES // max(1, b * h * n_keys)))
-    rows = slice(n_queries - count, n_queries)
+    count = min(n_queries, max(2, min(ROWS, SCORES // max(1, b * h * n_keys))))
+    rows, added = slice(n_queries - count, n_queries), attention_mask
+    if isinstance(attention_mask, LazyMask):
+        torchs = name_of(function).endswith("sdpa_attention_forward")
+        added = None
+        if not (torchs and attention_mask.skipped):
+            offset = attention_mask.arguments["q_offset"] + rows.start
+            few = {"q_length": count, "q_offset": offset, "allow_is_causal_skip": False}
+            added = attention_mask.own("sdpa" if torchs else "eager", **few)
+    elif attention_mask is not None and attention_mask.shape[2] > 1:
+        added = attention_mask[..., rows, :]
+    rows = slice(0, count) if added is None else rows
+    added = None if added is None else added[..., :n_keys]
     visible = None
     if call.mask is not None:
         visible = call.mask.visible(Region(rows, slice(0, n_keys)), call.grid)
         visible = visible.expand(b, -1, count, n_keys)
-    if attention_mask is None or isinstance(attention_mask, LazyMask):
-        added = None if visible is None else _additive(visible, call.q.dtype)
-    else:
-        added = attention_mask[..., rows, :n_keys] if attention_mask.shape[2] > 1 else attention_mask[..., :n_keys]
     few = dict(arguments)
     if isinstance(bias := few.get("position_bias"), Tensor):
         few["position_bias"] = bias[..., rows, :n_keys] if bias.shape[2] > 1 else bias[..., :n_keys]
     if isinstance(indices := few.get("indices"), Tensor):
         few["indices"] = indices[:, rows]
-    few["is_causal"] = False  # the mask says which keys are visible
     given = call.user
     try:
         own = function(module, given.q[:, :, rows], given.k, given.v, added, **few)[0]
@@ -102,11 +110,6 @@ def check_rows(
         return None
     counted = None if visible is None else visible.any(-1).expand(b, h, count)
     return compared(name, name_of(function), own.transpose(1, 2), out[:, :, rows], counted)
-
-
-def _additive(visible: Bool[Tensor, "b #h nq nk"], dtype: torch.dtype) -> Float[Tensor, "b #h nq nk"]:
-    added = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return added.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def masks_of(
@@ -128,8 +131,8 @@ def masks_of(
         return
     n_queries, n_keys = query.shape[2], key.shape[2]
     real = None if attention_mask is None else attention_mask[:, None, None, -n_keys:].bool()
-    causal = arguments.get("is_causal")
-    causal = getattr(module, "is_causal", False) if causal is None else causal
+    causal = causality(module, arguments) if is_known(function) else arguments.get("is_causal")
+    causal = getattr(module, "is_causal", False) if causal is None and not is_known(function) else causal
     window = arguments.get("sliding_window")
     masks: list[Mask | None] = [Causal() if causal and n_queries > 1 else None]
     flash = "flash" in name_of(function)
