@@ -55,7 +55,7 @@ def test_untrained_uniform_heads_do_not_count_as_retrieval() -> None:
     assert not table["traits"].str.contains("retrieval").any()
 
 
-@pytest.mark.parametrize(("adds", "said"), [(0.02, "only makes 2 %"), (0.45, "still makes 45 %")])
+@pytest.mark.parametrize(("adds", "said"), [(0.02, "is only 2 %"), (0.45, "is still 45 %")])
 def test_the_sentence_about_a_sinks_value_concludes_from_what_it_adds(
     mini: qkv.Profile, adds: float, said: str
 ) -> None:
@@ -64,7 +64,7 @@ def test_the_sentence_about_a_sinks_value_concludes_from_what_it_adds(
     found = Findings(mini.data, mini.attrs)
     found.__dict__["_sink_table"] = table
     assert found.sinks is not None
-    assert "0.24 × the mean of the other tokens, and it " in found.sinks.detail
+    assert "0.24 × the mean of the other tokens, and its contribution, " in found.sinks.detail
     assert said in found.sinks.detail
     assert f"{(table['alpha_random'] > 0.3).sum()} heads on random tokens" in found.sinks.detail
     assert found.sinks.heads == tuple(np.flatnonzero(table["alpha_first"] > 0.3))

@@ -422,7 +422,7 @@ TITLES = [
     WEIGHT,
     "Weight on the first token, first 64 queries",
     "Norm of the first token’s value",
-    "What the first token’s value adds",
+    "Contribution of the first token",
     "Norm of the first token’s key",
     "First token, on three kinds of text",
     "Largest activation by depth",

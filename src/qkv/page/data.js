@@ -122,11 +122,18 @@ export class StoredMaps {
     return { ...tile, values: pool === "max" ? out : out.map((sum, at) => sum / pairs[at]) };
   }
 
-  /** What a cell of the large map is and how exactly it is kept, in words. */
+  /** How exactly the large map is kept, in words. */
+  get precision() {
+    const { low, step } = this.finest;
+    return this.exact ? "The weights of the large map are kept in 8 bits on a square-root scale: right to 0.4 percentage points."
+      : `The bins of the large map are kept in 8 bits on a logarithmic scale down to ${(100 * Math.exp(low)).toPrecision(1)}\u00a0%: right to ${(50 * step).toFixed(1)}\u00a0% of the value.`;
+  }
+
+  /** What a cell of the large map is, in words. */
   get note() {
-    if (this.exact) return "A cell is one query and one key; weights are kept in 8 bits on a square-root scale, right to 0.4 percentage points.";
-    const { bin_queries, bin_keys, low, step, coarser } = this.finest;
-    return `A cell is ${integer(bin_queries)} × ${integer(bin_keys)} weights, kept in 8 bits on a logarithmic scale down to ${(100 * Math.exp(low)).toPrecision(1)}\u00a0%: right to ${(50 * step).toFixed(1)}\u00a0% of the value. ` +
+    if (this.exact) return "A cell is one query and one key.";
+    const { bin_queries, bin_keys, coarser } = this.finest;
+    return `A cell is ${integer(bin_queries)} × ${integer(bin_keys)} weights. ` +
       (this.view.has_weights ? "The profile has all weights, too many for this page: profile.plot.map(layer, head) draws them."
         : coarser ? "The profile has a finer map, too large for this page: profile.plot.map(layer, head) draws it." : "For any part of this map, exact at any zoom, use qkv map or qkv view.");
   }

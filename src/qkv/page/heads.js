@@ -202,7 +202,7 @@ export function headCard({ group, view, layer, head, step }) {
         h("button", { type: "button", "data-key": "on", class: "quiet", "aria-label": "Next head", onclick: () => step(1) }, "→"))),
     h("p", { class: "goes" }, number("goes_to"), type !== "mixed" ? h("span", { class: "kind" }, ` · ${type} head`) : null),
     stack(sharesOf(group, view, layer, head), { window: group.window, legend: true, label: "Where the weight goes" }),
-    h("p", { class: "card-note" }, "Each key counts under the first name that fits; the parts add up to all of the weight."),
+    h("p", { class: "card-note" }, "The parts add up to 100 %: a key with two names has the first one."),
     h("dl", { class: "numbers" },
       statisticsOf(view).filter((name) => number(name) !== null).map((name) =>
         h("div", { "data-tip": meaningOf(group, name) }, h("dt", {}, labelOf(group, name)), h("dd", {}, written(number(name), looks.statistics[name].unit)))),

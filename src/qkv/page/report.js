@@ -211,7 +211,7 @@ function about() {
       h("p", {}, `Where the weight goes counts each key once, under the first name that fits: first token, other special tokens, self, previous, next, nearby (within ${g.window} tokens), elsewhere. `,
         !v.has_weights ? `There is one exception to exactness: for queries with a special token 2 to ${g.window} places away, the rest of the neighbourhood counts as elsewhere.` : ""),
       h("p", {}, `Curves are stored in 16 bits (steps of 1/65,533 of their range)${binned ? `; for this length they are means: ${integer(v.bins.curve)} along the queries, ${integer(v.bins.received)} along the keys of each head` : ""}. `,
-        storedMaps() ? "The small maps show the largest weight of each bin. " : "", storedMaps()?.note)),
+        storedMaps() ? "The small maps show the largest weight of each bin. " : "", storedMaps()?.precision)),
   );
 }
 

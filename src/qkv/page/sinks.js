@@ -7,7 +7,7 @@ import { joined } from "./findings.js";
 import { headTitle } from "./heads.js";
 import { truncated, integer, named, percent, written } from "./numbers.js";
 
-const SINK_THRESHOLD = 0.3; // a head has a sink if the mean weight on it is larger (α of Gu et al. 2025)
+const SINK_THRESHOLD = 0.3; // a head has a sink if the mean weight on it is larger (sink score of Gu et al. 2025)
 const KINDS_OF_TEXT = [["alpha_first", "this text"], ["alpha_random", "random tokens"], ["alpha_repeated", "one token repeated"]];
 const BEFORE_COLOUR = "var(--accent)", AFTER_COLOUR = "var(--second)";
 
@@ -34,7 +34,7 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
     byLayerChart({ ...more, title: "Weight on the first token", note: "mean share of the row, later queries · dashed: 30 %", values: both((one) => one.sink), unit: "%", reference: SINK_THRESHOLD }),
     byLayerChart({ ...more, title: "Weight on the first token, first 64 queries", note: "mean share of the row · dashed: 30 %", values: scores("alpha_first"), unit: "%", reference: SINK_THRESHOLD }),
     byLayerChart({ ...more, title: "Norm of the first token’s value", note: "relative to the mean of the other tokens · logarithmic", values: scores("value_norm_first"), unit: "×", reference: 1, log: true }),
-    byLayerChart({ ...more, title: "What the first token’s value adds", note: "norm of weight × value, as a share of the sum over keys", values: scores("contribution_first"), unit: "%" }),
+    byLayerChart({ ...more, title: "Contribution of the first token", note: "norm of weight × value, share of the sum over keys", values: scores("contribution_first"), unit: "%" }),
     byLayerChart({ ...more, title: "Undivided weight on the first token", note: "of layers whose rows do not sum to 1, before they are divided by their sums", values: both(undividedWeight), unit: "" }),
     byLayerChart({ ...more, title: "Norm of the first token’s key", note: "relative to the mean of the other tokens · logarithmic", values: scores("key_norm_first"), unit: "×", reference: 1, log: true }),
     byLayerChart({ ...more, title: "Weight on no token", note: "on the learned sink, or on the term 1 of “off by one”", values: scores("learned_sink"), unit: "%" }),

@@ -127,8 +127,9 @@ class Profile:
 
         Four measures stand side by side, each a mean over the queries after the first: weight_first (the model's own
         weight on the first token), share_first (its share of the row, by which sinks are judged), learned_sink (weight
-        on a null key, whose value is 0), and contribution_first (the first token's part of what the values add:
-        Kobayashi et al. 2020, arXiv:2004.10102). even_share is the floor, that of even weights, large in short texts.
+        on a null key, whose value is 0), and contribution_first (the norm of weight × value of the first
+        token, as a share of the sum over keys: Kobayashi et al. 2020, arXiv:2004.10102).
+        even_share is the floor, that of even weights, large in short texts.
 
         Further columns: sink_share (of queries with a share above `threshold`); alpha_first, alpha_even, alpha_whole,
         alpha_random and alpha_repeated (sink scores of the first token: Gu et al. 2025, arXiv:2410.10781); alpha_best,
@@ -193,7 +194,7 @@ class Profile:
     def sink_tokens(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
         """Tokens that are an attention sink of at least one head; sinks of the most heads come first.
 
-        Columns: text, position, token; heads and share_of_heads (the number and share of heads whose sink score α for
+        Columns: text, position, token; heads and share_of_heads (the number and share of heads whose sink score for
         this token, over all queries that may attend to it, is larger than `threshold`); alpha (the largest score);
         layers of these heads; key_norm and value_norm (norm of the token's vectors divided by the mean norm of the
         other tokens' vectors, in these heads).

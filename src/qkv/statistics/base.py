@@ -398,7 +398,7 @@ _SHARE: dict[str, Any] = {"share": True, "one_text": True}
 
 FIELDS: dict[str, Statistic] = {field_of(s.name): s for s in (
     BuiltIn(
-        "entropy", "Entropy", "−Σ a ln a of the query's weights a, which add up to 1 over the keys",
+        "entropy", "Entropy", "minus the sum of a ln a over the keys, of the query's weights a, which add up to 1",
         lambda tile: -(tile.weights * tile.log_weights).sum(-1), _entropy, unit="nats", highest=14.0,
     ),
     BuiltIn("sink", "First token", "weight on the first token of the text", _first, share=True, from_second=True),
@@ -415,7 +415,7 @@ FIELDS: dict[str, Statistic] = {field_of(s.name): s for s in (
         **_TOKENS,
     ),
     BuiltIn(
-        "effective_keys", "Effective keys", "1 / Σ a²: how many keys share the weight",
+        "effective_keys", "Effective keys", "1 / the sum of squared weights: how many keys share the weight",
         lambda tile: torch.linalg.vector_norm(tile.weights, dim=-1, dtype=torch.float64).square(),
         lambda total, mass: torch.where(total == 0, 0.0, mass.square() / torch.where(total == 0, 1.0, total)), **_KEYS,
     ),

@@ -106,7 +106,7 @@ class Statistics:
     prefix_sink_scores: Float[Tensor, "b h prefix"] | None = None
     """Sink scores of the first `length` keys of the text, if `PrefixSinkScores(length)` was passed: the weight on each,
     averaged over those of the first `length` queries that may attend to it. Under a causal mask it equals the score of
-    the prefix alone (α_k of Gu et al. 2025, arXiv:2410.10781, section 3)."""
+    the prefix alone (alpha of Gu et al. 2025, arXiv:2410.10781, section 3)."""
     thumbnail: Thumbnail | None = None
     """The attention map pooled to a few bins, if `bins` was passed."""
     sink_mass: Float[Tensor, "b h nq"] | None = None
@@ -116,7 +116,7 @@ class Statistics:
     own: Mapping[str, Float[Tensor, "b h n"]] = field(default_factory=dict)
     """The values of each `Statistic` passed as `statistics`, by its name."""
     first_contribution: Float[Tensor, "b h nq"] | None = None
-    """‖A_i1 v_1‖ / Σ_j ‖A_ij v_j‖, the first key's part of what the values add; a profile measures it, `measure` does
+    """‖A_i1 v_1‖ / Σ_j ‖A_ij v_j‖, the contribution of the first key; a profile measures it, `measure` does
     not."""
 
     @classmethod

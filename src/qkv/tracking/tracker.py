@@ -31,7 +31,7 @@ Log = Callable[..., Any]
 FILE = "attention.csv"
 DEAD, UNIFORM = 0.9, 0.9
 NUMBERS = {
-    "sink_rate": "share of heads with a sink score α₁ > 0.3 on the first token (Gu et al. 2025, arXiv:2410.10781)",
+    "sink_rate": "share of heads with a sink score above 0.3 on the first token (Gu et al. 2025, arXiv:2410.10781)",
     "first_share": "mean share of the row on the first token, over heads and queries from the second on",
     "entropy_ratio": "mean of entropy / ln(visible keys); 1 is uniform",
     "dead_heads": "share of heads with more than 0.9 of the row on the first token or a null key, which move almost "

@@ -1,7 +1,7 @@
 """The sentences about a profile: its headline and findings, the next steps, and the effect of an intervention.
 
-All of them judge heads by one taxonomy (`Profile.types`), and sinks by one score: α, the mean share of the row on the
-first token (Gu et al. 2025), over the first 64 queries and over the whole text.
+All of them judge heads by one taxonomy (`Profile.types`), and sinks by one score: the mean share of the row on
+the first token (Gu et al. 2025), over the first 64 queries and over the whole text.
 """
 
 from __future__ import annotations
@@ -225,7 +225,10 @@ class Findings:
             return None
         prefix, whole = found
         total, even = len(table), table["alpha_even"].mean()
-        details = [f"A sink is a mean weight above {percent(sinks.EPSILON)}; even attention would give {percent(even)}"]
+        details = [
+            f"Counted are heads whose mean weight on it is above {percent(sinks.EPSILON)}; even attention would give "
+            f"{percent(even)}"
+        ]
         if self._is_too_short:
             label = f"too short to say whether a head has an attention sink at {first_token(data)}: {self.window}"
             return Finding("–", label, _sentences([*details, "Pass a longer text"]))
@@ -242,8 +245,8 @@ class Findings:
         if controls:
             special = data.attrs["special_tokens"]
             begin = sorted({name for name in data["key_token"].values[:, 0] if name in special})
-            after = f" that begin with {listed(begin)}" if begin else ""
-            details.append(f"On test texts{after}, {listed(controls)} have it, too")
+            after = f", each text after {listed(begin)}" if begin else ""
+            details.append(f"The same on texts without meaning: {listed(controls)}{after}")
         if added := self._added():
             details.append(added)
         label = f"{_noun(total, prefix)} an attention sink at {first_token(data)} in {self.window}"
@@ -301,7 +304,7 @@ class Findings:
         still = "only " if little else "still " if short else ""
         return (
             f"In the median of these heads, the norm of its value is {written(norm, 'ratio')} × the mean of the other "
-            f"tokens, and it {still}makes {percent(share)} of the sum of weighted values (by norms)"
+            f"tokens, and its contribution, the norm of weight × value, is {still}{percent(share)} of the sum over keys"
         )
 
     def _trend(self) -> str:
@@ -379,7 +382,7 @@ class Findings:
         detail = f"Even attention would put {percent(float((1 / visible[visible > 0]).mean()))} there"
         if self._sink_table is not None and self._sink_table["contribution_first"].notna().any():
             added = float(self._sink_table["contribution_first"].mean())
-            detail += f". It makes {percent(added)} of the sums of weighted values (by norms)"
+            detail += f". Its contribution, the norm of weight × value, is {percent(added)} of the sum over keys"
         label = f"of all attention goes to {first_token(self._data)}"
         return Finding(percent(share), label, f"{detail}.", statistic="sink")
 
@@ -395,7 +398,7 @@ class Findings:
         assert scores is not None
         with np.errstate(invalid="ignore"):
             chosen = (scores[..., 1:] > sinks.EPSILON).any((0, 3)).ravel()
-        number = int(chosen.sum())
+        number, typed = int(chosen.sum()), int((chosen & (self.types["type"] == "other sink")).sum())
         of = tables.names_of(self._data)
         names = [f"“{of[row.token]}” (position {row.position:,})" for row in table.head(3).itertuples()]
         more = f" and {len(table) - 3:,} more" if len(table) > 3 else ""
@@ -404,7 +407,8 @@ class Findings:
         return Finding(
             f"{number:,} of {len(self.types):,}",
             f"{_noun(len(self.types), number)} a sink at another token, over {self._whole}",
-            f"The tokens: {', '.join(names)}{more}.",
+            f"The tokens: {', '.join(names)}{more}. {typed:,} of the heads {'is' if typed == 1 else 'are'} of the type "
+            "“other sink”, the rest of a type that is tested before it.",
             self._steps("map", self.types.iloc[int(strongest)]),
             _rows(chosen),
         )
@@ -454,9 +458,11 @@ class Findings:
         detail = " · ".join(f"{n:,} {kind}" for kind, n in named.items()) or "No score reaches its threshold"
         found, steps = self._sink_counts, tuple[Step, ...]()
         if found is not None and found[0] != self.kinds.get("first token", 0):
-            earlier, of = found[0] - self.kinds.get("first token", 0), "others" if "first token" in named else "heads"
-            sink = "a sink at the first token as well: a head has the first type that fits"
-            detail += f"; {earlier:,} of the {of} {_has(earlier)} {sink}"
+            typed, earlier = self.kinds.get("first token", 0), found[0] - self.kinds.get("first token", 0)
+            detail += (
+                f". Heads with a sink at the first token: {typed:,} of that type + {earlier:,} of a type that is "
+                f"tested before it = {found[0]:,}"
+            )
         if self.is_long:
             whole = type_table(self._data, whole=True)["type"].value_counts()
             kinds = " · ".join(f"{n:,} {kind}" for kind, n in whole.items() if kind != MIXED) or "none"

@@ -1,7 +1,7 @@
 """Tables of attention sinks: tokens that many queries attend to regardless of content (Gu et al. 2025).
 
 Thresholds act on shares of the row, so that all normalizers compare. Beside them stand the model's own weight, the
-weight on a null key, the first token's part of what the values add, and the share that even rows would give it.
+weight on a null key, the contribution of the first token, and the share that even rows would give it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from qkv.profiler.data.tables import prefix_sink_scores, readable, sink_scores
 if TYPE_CHECKING:
     import pandas as pd
 
-PREFIX = 64  # queries of the first range of a trend, those of the sink score α
-EPSILON = tables.SINK_THRESHOLD  # a head has a sink where α is larger (Gu et al. 2025, arXiv:2410.10781, section 3)
+PREFIX = 64  # queries of the first range of a trend, those of the sink score
+EPSILON = (
+    tables.SINK_THRESHOLD
+)  # a head has a sink where the score is larger (Gu et al. 2025, arXiv:2410.10781, section 3)
 
 
 def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:

@@ -363,7 +363,7 @@ def _column(name: str) -> Callable[[xr.Dataset], np.ndarray | None]:
 
 
 def prefix_sink_scores(data: xr.Dataset) -> np.ndarray | None:
-    """Sink scores α_k of the first 64 tokens, averaged over texts: (layer, head, key)."""
+    """Sink scores of the first 64 tokens, averaged over texts: (layer, head, key)."""
     return over_texts(data["prefix_sink_scores"].values) if "prefix_sink_scores" in data else None
 
 
@@ -468,8 +468,8 @@ ROLES = {  # the type of a head is the first role whose score reaches its thresh
     ),
     "previous token": Kind("share of the row on the token before", 0.4, _column("previous")),
     "self": Kind("share of the row on the query's own token", 0.4, _column("self")),
-    "first token": Kind("sink score α of the first token over the first 64 (Gu et al. 2025)", 0.3, _first),
-    "other sink": Kind("the largest sink score α of any other token", 0.3, _other_sink),
+    "first token": Kind("sink score of the first token over the first 64 queries (Gu et al. 2025)", 0.3, _first),
+    "other sink": Kind("the largest sink score of any other token", 0.3, _other_sink),
     "delimiter": Kind(
         "share of the row on punctuation, white space and special tokens except the first token, if at least twice "
         "their share of the keys",
@@ -481,7 +481,8 @@ ROLES = {  # the type of a head is the first role whose score reaches its thresh
     "uniform": Kind("entropy divided by that of uniform attention", UNIFORM, _column("entropy_ratio")),
 }  # fmt: skip
 TRAITS = {  # a head can have several traits
-    "sparse": Kind("effective number of keys, 1 / Σ a²", 3.0, _column("effective_keys"), below=True),
+    "sparse": Kind("effective number of keys: 1 / the sum of squared weights",
+                   3.0, _column("effective_keys"), below=True),
     "streaming": Kind("share of the row on the first and last keys, which a streaming cache keeps", 0.95, _streaming),
     "retrieval": Kind(
         "share of the row on the keys that a streaming cache evicts, 0 for uniform heads (after Xiao et al. 2024, "

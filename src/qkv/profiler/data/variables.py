@@ -76,8 +76,8 @@ VARIABLES = {name: Variable.in_shares(s, always=name not in _NOT_IN_FIRST) for n
     ),
     "first_contribution": Variable(
         QUERY, "1",
-        "‖a v‖ of the first token / Σ ‖a v‖ over all keys, a the weights and v the values before the output projection "
-        "(after Kobayashi et al. 2020, arXiv:2004.10102)",
+        "contribution of the first token: the norm of weight × value, as a share of the sum of these norms over all "
+        "keys, with the values before the output projection (after Kobayashi et al. 2020, arXiv:2004.10102)",
         share=True,
     ),
     "lse": Variable(QUERY, "nats", "log-sum-exp of the query's scores, a learned sink included", True),
@@ -88,8 +88,8 @@ VARIABLES = {name: Variable.in_shares(s, always=name not in _NOT_IN_FIRST) for n
     ),
     "prefix_sink_scores": Variable(
         ("text", "layer", "head", "prefix_key"), "1",
-        "sink score α_k: share of the row on the k-th token, averaged over those of the first 64 queries that may "
-        "attend to it",
+        "sink score, alpha of Gu et al. (2025, arXiv:2410.10781): share of the row on the token, averaged over those "
+        "of the first 64 queries that may attend to it",
         one_text=True,
     ),
     "map_max": Variable(BIN, "1", "the largest weight of a bin of `bin_queries` queries × `bin_keys` keys"),
@@ -103,8 +103,8 @@ VARIABLES = {name: Variable.in_shares(s, always=name not in _NOT_IN_FIRST) for n
     "first_key_angle": Variable(TEXT, "degrees", "angle between the first token's key and the mean of the other keys"),
     "key_bias_cosine": Variable(TEXT, "1", "mean cosine of the queries to the learned key"),
     "key_directions": Variable((*TEXT, "direction"), "1", "share of the keys' variance in a principal direction"),
-    "probe_sink_random": Variable(HEAD, "1", "sink score α of the first token on random tokens"),
-    "probe_sink_repeated": Variable(HEAD, "1", "sink score α of the first token on one token repeated"),
+    "probe_sink_random": Variable(HEAD, "1", "sink score of the first token on random tokens"),
+    "probe_sink_repeated": Variable(HEAD, "1", "sink score of the first token on one token repeated"),
     "probe_previous": Variable(HEAD, "1", "share of the row on the previous token, in a repeated random sequence"),
     "probe_duplicate": Variable(
         HEAD, "1", "share of the row on the earlier occurrence of the same token, in a repeated random sequence"

@@ -135,8 +135,8 @@ class Layer:
             "squares": exact(np.zeros(shape)),
             "histogram": np.zeros((*shape, BINS), np.int64),
             "early_count": np.zeros(heads, np.int64),  # (head): number of texts of `PREFIX` tokens or more
-            "early_sum": exact(np.zeros((heads, PREFIX))),  # (head, key): Σ α over these texts
-            "early_sinks": np.zeros((heads, PREFIX), np.int64),  # (head, key): number of these texts with α > ε
+            "early_sum": exact(np.zeros((heads, PREFIX))),  # (head, key): the sum of sink scores over these texts
+            "early_sinks": np.zeros((heads, PREFIX), np.int64),  # (head, key): number of these texts with a sink
             "received": exact(np.zeros((3, heads))),  # (all, special, delimiter; head): weight on these keys
             "queries": np.zeros(heads, np.int64),  # (head)
         }
@@ -172,7 +172,7 @@ class Layer:
         self._means.append(torch.where(n > 0, sums / n, torch.nan).cpu().numpy())
 
     def add_prefix(self, score: Float[Tensor, "b h prefix"], which: Bool[Tensor, " b"]) -> None:
-        """Add the sink scores α of the first `PREFIX` keys of the texts selected by `which`."""
+        """Add the sink scores of the first `PREFIX` keys of the texts selected by `which`."""
         score = score[which].double().cpu()
         self.added["early_count"] += len(score)
         self.added["early_sum"] += exact(score.sum(0).numpy())
@@ -416,7 +416,8 @@ class Survey:
         under its name, and ``_std``, ``_min``, ``_max``, ``_p5``, ``_p50``, ``_p95`` (quantiles over queries, exact to
         a bin of the histogram), ``_text_p5``, ``_text_p50``, ``_text_p95`` (quantiles over the means of sequences, from
         t-digests); special and delimiter (shares of the weight on special tokens and delimiters); sink_score (mean
-        sink score α of the first key) and sink_texts (share of texts with α > 0.3, among texts of 64 tokens or more).
+        sink score of the first key) and sink_texts (share of texts where it is above 0.3, among texts of 64 tokens
+        or more).
         """
         import pandas as pd
 
@@ -442,9 +443,9 @@ class Survey:
     def sinks(self, group: str | None = None) -> pd.DataFrame:
         """One row for each of the first 64 keys of a text.
 
-        Columns: key; score (mean sink score α over texts and heads: the weight on the key, averaged over those of the
-        text's first 64 queries that may attend to it) and share (share of texts × heads with α > 0.3: Sink_k^ε of Gu
-        et al. 2025, arXiv:2410.10781, section 3). NaN if no text has 64 tokens.
+        Columns: key; score (mean sink score over texts and heads: the weight on the key, averaged over those of the
+        text's first 64 queries that may attend to it) and share (share of texts × heads where it is above 0.3:
+        Sink_k^ε of Gu et al. 2025, arXiv:2410.10781, section 3). NaN if no text has 64 tokens.
         """
         import pandas as pd
 
