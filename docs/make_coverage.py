@@ -46,10 +46,11 @@ one softmax over keys. Profiling it raises an error unless `partial=True` (`--pa
 
 ## Nothing is guessed
 
-The first layer of every model is compared with the model's own attention function, for a few queries, with the arguments
-and the mask that transformers passes to it. So `module.is_causal` counts where the function reads it. If their outputs
-differ by more than rounding, `profile` refuses the model and names the module, the function and the difference. For the
-architectures below the outputs agree to within 2 · 10⁻⁵, and `attrs["checks"]` of a profile has the difference.
+The first layer of every model is compared with the model's own attention function, for a few queries, with the
+arguments and the mask that transformers passes to it. So `module.is_causal` counts where the function reads it. If
+their outputs differ by more than rounding, `profile` refuses the model and names the module, the function and the
+difference. For the architectures below the outputs agree to within 2 · 10⁻⁵, and `attrs["checks"]` of a profile has
+the difference.
 
 An attention function of your own (registered with transformers' `AttentionInterface`, or put in the place of one of
 transformers' functions) runs as it is, so the model's output does not change. Every layer is then compared:

@@ -233,7 +233,7 @@ class LazyMask:
         arguments: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.mask = mask
-        self.arguments = arguments or {}  # those of transformers' mask functions
+        self.arguments = dict(arguments or {})  # those of transformers' mask functions
         self.grid = grid  # over the keys up to the last that is visible to a query; later keys are masked
         self.keys = keys  # (batch, grid.n_keys), True at real tokens, or None if all are real
         self.dtype = dtype
