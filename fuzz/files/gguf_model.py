@@ -26,8 +26,9 @@ NAMES = {
 def tiny_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
     """A Llama of 2 layers × 4 heads on 2, with the vocabulary of `TOKENS`."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": len(TOKENS), "num_key_value_heads": 2, "max_position_embeddings": 512}
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=len(TOKENS), num_key_value_heads=2, max_position_embeddings=512, **sizes | settings)
+    config = LlamaConfig(**sizes | settings)
     return LlamaForCausalLM(config).eval()
 
 
@@ -56,12 +57,12 @@ def write_gguf(path: Path, model: LlamaForCausalLM, **changes: Any) -> Path:
     for key, number in entries.items():
         if number is not None:
             (writer.add_uint32 if isinstance(number, int) else writer.add_float32)(key, number)
-    writer.add_string("tokenizer.ggml.model", "gpt2")
-    writer.add_string("tokenizer.ggml.pre", str(changes.pop("tokenizer.ggml.pre", "default")))
-    writer.add_string("tokenizer.chat_template", CHAT)
-    writer.add_array("tokenizer.ggml.tokens", TOKENS)
-    writer.add_array("tokenizer.ggml.token_type", [3, 3] + [1] * (len(TOKENS) - 2))
-    writer.add_array("tokenizer.ggml.merges", ["a b"])
+    texts = {"model": "gpt2", "pre": "default", "chat_template": CHAT}
+    arrays = {"tokens": TOKENS, "token_type": [3, 3] + [1] * (len(TOKENS) - 2), "merges": ["a b"]}
+    for key, default in (texts | arrays).items():
+        name = f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}"
+        if (entry := changes.pop(name, default)) is not None:
+            (writer.add_string if key in texts else writer.add_array)(name, entry)
     tensors: dict[str, np.ndarray | None] = {}
     for name, weight in model.state_dict().items():
         *place, module, end = name.removeprefix("model.").split(".")
@@ -76,6 +77,8 @@ def write_gguf(path: Path, model: LlamaForCausalLM, **changes: Any) -> Path:
     for name, x in changes.items():
         if isinstance(x, str):
             writer.add_string(name, x)
+        elif isinstance(x, list):
+            writer.add_array(name, x)
         else:
             tensors[name] = x
     for name, x in tensors.items():

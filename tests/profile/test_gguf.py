@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -107,6 +110,37 @@ def test_old_files_of_llama_3_divide_texts_as_llama_cpp_does(tmp_path: Path) -> 
         tokenizer = qkv.load(str(file))[1]
         found = tokenizer.convert_ids_to_tokens(tokenizer("xy")["input_ids"])
         assert [*found, *tokenizer.tokenize("ab")] == tokens
+
+
+def merged(text: str, pieces: list[str]) -> list[str]:
+    """SentencePiece's BPE: the neighbours whose union is the first of `pieces` become one, the leftmost first."""
+    found = [*text]
+    while True:
+        pairs = [(pieces.index(a + b), at) for at, (a, b) in enumerate(itertools.pairwise(found)) if a + b in pieces]
+        if not pairs:
+            return [x for one in found for x in ([one] if one in pieces else [f"<0x{b:02X}>" for b in one.encode()])]
+        _, at = min(pairs)
+        found[at : at + 2] = [found[at] + found[at + 1]]
+
+
+@pytest.mark.parametrize("prefix", [None, True, False])
+def test_sentencepiece_keeps_the_spaces_at_the_start_of_a_text(tmp_path: Path, prefix: bool | None) -> None:
+    words = ["▁▁", "ab", "▁a", "▁▁▁▁", "▁ab", "▁b", "▁", "a", "b"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words]
+    entries: dict[str, Any] = {
+        "model": "llama", "tokens": tokens, "token_type": [2, 3, 3, *[6] * 256, *[1] * len(words)], "pre": None,
+        "scores": [0.0] * 259 + [-float(i) for i in range(len(words))], "merges": None, "add_space_prefix": prefix,
+    }  # fmt: skip
+    model = tiny_llama(vocab_size=len(tokens))
+    file = write_gguf(tmp_path / "x.gguf", model, **{f"tokenizer.ggml.{key}": x for key, x in entries.items()})
+    tokenizer = qkv.load(str(file))[1]
+    choose = random.Random(0)
+    texts = [" ab", "    ab\n  b", "\n a", "😀 a", " ", *("".join(choose.choices("  ab\né", k=9)) for _ in range(60))]
+    for text in texts:
+        whole = (text if prefix is False else f" {text}").replace(" ", "▁")
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.convert_ids_to_tokens(ids) == merged(whole, words), text
+        assert tokenizer.decode(ids) == text
 
 
 SKIPPED = {

@@ -229,13 +229,21 @@ def complete_tokenizer(tokenizer: Any, header: Header) -> None:
     """Give a tokenizer what llama.cpp takes for granted of some, by their rule of dividing a text.
 
     With the rule of Llama 3, whole words in the vocabulary are not divided, and a text begins with the first token
-    unless the file denies it. Other rules divide a text at every digit first, and then as GPT-2's does.
+    unless the file denies it. Other rules divide a text at every digit first, and then as GPT-2's does. With
+    SentencePiece a space is put before every text, unless the file denies it, also before one that begins with a space.
     """
-    from tokenizers import pre_tokenizers
+    from tokenizers import decoders, normalizers, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    rule = header.get("tokenizer.ggml.pre")
-    if tokenizer is None or header.get("tokenizer.ggml.model") != "gpt2":  # only bytes are divided by a rule
+    rule, kind = header.get("tokenizer.ggml.pre"), header.get("tokenizer.ggml.model")
+    if tokenizer is not None and kind == "llama":
+        first = header.get("tokenizer.ggml.add_space_prefix", True)
+        whole, spaces = tokenizer.backend_tokenizer, [normalizers.Replace(" ", "▁")]
+        whole.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if first else spaces)
+        whole.pre_tokenizer = None
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        whole.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if first else steps)
+    if tokenizer is None or kind != "gpt2":  # only bytes are divided by a rule
         return
     if rule in OF_DIGITS:
         whole = tokenizer.backend_tokenizer
