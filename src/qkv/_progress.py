@@ -1,8 +1,9 @@
-"""Progress bars and spinners of everything slow: on standard error, and only if it is a terminal."""
+"""Progress bars and spinners of everything slow, on standard error; a line now and then if it is not a terminal."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -37,6 +38,35 @@ class Bar:
             self._progress.console.print(line, style="dim", markup=False)
 
 
+EVERY = 30.0
+"""Seconds between two lines of progress in a log."""
+
+
+class LogLines(Bar):
+    """A progress bar in a log, which is no terminal: a line at most every `EVERY` seconds."""
+
+    def __init__(self, name: str, unit: str, total: float | None, done: float) -> None:
+        super().__init__()
+        self._name, self._unit, self._of, self._done, self._before = name, unit, total, done, done
+        self._began = self._printed = time.monotonic()
+
+    def __call__(self, done: float, /, *, of: float | None = None, note: str | None = None) -> None:
+        self._done += done
+        self._of = self._of if of is None else of
+        now = time.monotonic()
+        if now - self._printed < EVERY:
+            return
+        self._printed, took = now, now - self._began
+        parts = [f"{self._done:,.0f} {_total(self._of)}{self._unit}"] if self._unit else []
+        if self._of and not self._unit:
+            parts.append(f"{100 * self._done / self._of:.0f} %")
+        parts += [*([note] if note else []), f"{took / 60:.1f} min so far"]
+        if self._of and self._done > self._before:
+            left = took * max(self._of - self._done, 0) / (self._done - self._before)
+            parts.append(f"about {left / 60:.1f} min left")
+        print(f"qkv: {self._name}: {', '.join(parts)}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def bar(name: str, unit: str = "", total: float | None = None, *, done: int = 0, show: bool = True) -> Iterator[Bar]:
     """A progress bar that disappears when it is closed.
@@ -48,7 +78,7 @@ def bar(name: str, unit: str = "", total: float | None = None, *, done: int = 0,
     ...     step(1)
     """
     if not (show and sys.stderr.isatty()):
-        yield Bar()
+        yield LogLines(name, unit, total, done) if show else Bar()
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

@@ -92,6 +92,20 @@ def test_next_steps_of_findings_run_as_commands_and_in_python(
         exec(step, names)
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_a_text_beyond_the_training_is_read_with_an_option_or_a_warning(tmp_path: Path, command: Command) -> None:
+    model = DecoderLM(DecoderConfig.llama(vocab_size=256, d_model=8, layers=1, heads=2, context=16))
+    checkpoint.save(model, tmp_path / "short")
+    out = command.succeeds("profile", tmp_path / "short", "x" * 20, "--beyond", "--no-probe", "--out", tmp_path / "a")
+    assert "20 tokens" in out
+    with pytest.warns(UserWarning, match="20 tokens, expected at most 16, for which DecoderLM was trained"):
+        found = qkv.profile(model, torch.ones(1, 20, dtype=torch.long), probe=False)
+    assert found.data.sizes["query"] == 20
+    learned = DecoderLM(DecoderConfig(vocab_size=256, d_model=8, layers=1, heads=2, context=16))
+    with refused("inputs", "the positions of DecoderLM"):
+        qkv.profile(learned, torch.ones(1, 20, dtype=torch.long))
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model `own`, the profile in `found`, and FILES."""
@@ -229,6 +243,11 @@ def test_nothing_is_printed_without_a_terminal_or_by_a_hidden_bar(
         step.say("evaluation")
         say("remark")
     assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("qkv._progress.EVERY", 0.0)
+    with bar("training", "steps", 40, done=10) as step:
+        step(5, note="loss 2.0")
+    line = r"qkv: training: 15 of 40 steps, loss 2\.0, 0\.0 min so far, about 0\.0 min left\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
     terminal = terminal_of(monkeypatch)
     with bar("training", "steps", 3, show=False) as step:
         step(1)

@@ -57,7 +57,7 @@ def write(folder: Path) -> None:
     qkv.profiler.ablation(model, TEXT, tokenizer=tokenizer, folder=folder, progress=False, name="tiny").save(folder)
     save(bench(["causal"], lengths=[32], memory=[], heads=1, threads=1, seconds=0.01), folder / "bench.json")
     tokens.write_tokens(folder / "tokens.npy", torch.arange(9).numpy().astype("uint16"))
-    main(["map", "qkv-mini", "--text", TEXT, "--size", "8", "--data", "--out", str(folder / "map.png")])
+    main(["map", "qkv-mini", TEXT, "--size", "8", "--data", "--out", str(folder / "map.png")])
     (folder / "map.png").unlink()
 
 

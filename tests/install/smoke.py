@@ -49,7 +49,7 @@ def base() -> None:
     """Without an extra: models of qkv can be measured; other commands name the extra or package that they need."""
     command("profile", "qkv-mini", TEXT, "--out", "profile")
     assert "<html" in Path("profile", "report.html").read_text(encoding="utf-8")
-    command("map", "qkv-mini", "--text", TEXT, "--layer", "1", "--head", "2", "--out", "map.png")
+    command("map", "qkv-mini", TEXT, "--layer", "1", "--head", "2", "--out", "map.png")
     command("flow", "qkv-mini", TEXT, "--out", "flow")
     command("evict", "qkv-mini", TEXT, "--out", "evict")
     command("ablate", "qkv-mini", TEXT, "--out", "ablate")

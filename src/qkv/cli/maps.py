@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,7 +10,7 @@ import tyro
 
 from qkv._files import write_atomically
 from qkv._progress import bar, spinner
-from qkv.cli.shared import Input, folder, read
+from qkv.cli.shared import INPUT, Input, folder
 from qkv.cli.terminal import print_line, show
 from qkv.errors import InputError, renamed
 
@@ -21,21 +20,8 @@ if TYPE_CHECKING:
     from qkv.statistics.maps import Picture
 
 
-@dataclass(frozen=True)
-class FileInput(Input):
-    """The model, and the text that it runs on: a file, unless --text has the text itself."""
-
-    text: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
-    """The text itself, instead of a file."""
-    file: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]", help_behavior_hint="")] = None
-    """Read the text from this UTF-8 file; - means standard input. By default, a bundled passage."""
-
-
-INPUT = FileInput()
-
-
 def head_map(
-    given: Annotated[FileInput, tyro.conf.arg(name="")] = INPUT,
+    given: Annotated[Input, tyro.conf.arg(name="")] = INPUT,
     *,
     layer: Annotated[int | None, tyro.conf.arg(metavar="L", help_behavior_hint="")] = None,
     head: Annotated[int | None, tyro.conf.arg(metavar="H", help_behavior_hint="")] = None,
@@ -57,11 +43,11 @@ def head_map(
 
     qkv map                                              (the most telling head of the small model that comes with qkv)
 
-    qkv map minilm story.txt --layer 2 --head 5          (a head of a trained BERT on your own text)
+    qkv map minilm "The cat sat." --layer 2              (the most telling head of a layer)
 
-    qkv map minilm --text "The cat sat." --layer 2       (the most telling head of a layer)
+    qkv map minilm --file story.txt --layer 2 --head 5   (a head of a trained BERT on your own text)
 
-    qkv map ./my-model book.txt --layer 7 --rows 40000:41000 --cols 0:1000 --out start.png
+    qkv map ./my-model --file book.txt --layer 7 --rows 40000:41000 --cols 0:1000 --out start.png
 
     qkv map random-gpt2 --tokens 100000 --layer 0 --head 0   (time and memory of a map of a long context)
 
@@ -90,10 +76,6 @@ def head_map(
         raise InputError(f"--size is {size}, expected at least 1 pixel")
     if out.suffix.lower() != ".png" or out.is_dir():
         raise InputError(f"--out is {out}, expected a file name that ends in .png")
-    if given.text is not None and given.file is not None:
-        raise InputError(f"--text and FILE ({given.file}) are both given, expected one of them")
-    if given.file is not None:
-        given = replace(given, text=read(given.file, "FILE"), file=None)
     passage = given.passage()
     with folder(out.parent):
         loaded, inputs = given.load(passage)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from qkv._files import scheme_of, write_atomically
 from qkv._progress import spinner
 from qkv._untrusted import allow, read_bytes
+from qkv.cli.terminal import remark
 from qkv.errors import InputError, first_line, refusing, renamed
 
 if TYPE_CHECKING:
@@ -67,6 +68,18 @@ def discard_output() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
+
+
+def device_named(name: str) -> str:
+    """The device of --device, checked."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    absent = f"--device is {name!r}, which this machine does not have; expected auto, cpu or cuda"
+    with refusing(absent, RuntimeError, AssertionError):
+        torch.empty(0, device=name)
+    return name
 
 
 SHORT_TEXT = 160  # characters of a text that is repeated in commands
@@ -126,6 +139,8 @@ class Input:
         chat: Run on this question to an assistant, as the model's chat template writes it, instead of a text.
         tokens: Run on this many tokens from the start of the text. If you give no text, they are taken from Python's
             standard library.
+        beyond: Go on with a text that is longer than those for which a model with rotary positions was trained.
+        device: cpu, cuda, or auto, which takes a GPU if there is one.
         dtype: Number format of the weights.
         max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
@@ -135,6 +150,8 @@ class Input:
     file: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     chat: Annotated[str | None, arg(metavar="QUESTION", help_behavior_hint="")] = None
     tokens: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
+    beyond: Annotated[bool, FlagCreatePairsOff] = False
+    device: Annotated[str, arg(metavar="NAME")] = "auto"
     dtype: Dtype = "float32"
     max_size: Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="")] = None
 
@@ -158,7 +175,7 @@ class Input:
         if len(both) > 1:
             raise InputError(f"{both[0]} and {both[1]} are both given, expected one of them")
         if self.text is not None and len(self.text) < SHORT_TEXT and os.path.isfile(self.text):
-            print(f"qkv: text {self.text!r} is also a file here; to read it: --file {self.text}", file=sys.stderr)
+            remark(f"text {self.text!r} is also a file here; to read it: --file {self.text}")
         if self.tokens is not None and self.tokens < least:
             raise InputError(f"--tokens is {self.tokens}, expected at least {least}")
         if self.file is not None:
@@ -175,19 +192,22 @@ class Input:
         These are the passage, its first `tokens` tokens, or the tokens of the chat.
         """
         from qkv.models import loading
+        from qkv.profiler.capture.inputs import BEYOND
 
+        BEYOND.set(self.beyond)
         name = self.model if model is None else model
         if self.chat is not None and self.tokens is not None:
             raise InputError("--chat and --tokens are both given, expected one of them")
         with spinner(f"loading {name}"):
             loaded = loading.load_model(name, dtype=self.dtype, tokens=self.tokens or len(passage.encode()), head=head)
+        loaded.model.to(device_named(self.device))
         if loaded.sample is not None and not callable(loaded.tokenizer):
             for option, value in {"text": self.text, "--file": self.file, "--chat": self.chat}.items():
                 if value is not None:
                     raise InputError(f"{option} is given, but {name} takes none here: it runs on a sample of its data")
             kind = ", ".join(f"{key} {tuple(x.shape)}" for key, x in loaded.sample.items())
             loss = "; a loss counts all of its tokens, also those that are drawn at random" if head else ""
-            print(f"qkv: {name} reads no text; it runs on a sample of its training data: {kind}{loss}", file=sys.stderr)
+            remark(f"{name} reads no text; it runs on a sample of its training data: {kind}{loss}")
             return loaded, loaded.sample
         if self.chat is not None:
             with renamed(question="--chat"):
@@ -209,8 +229,11 @@ class Input:
         folder the commands cannot be written, and the result is None.
         """
         given: dict[str, Any] = {"model": self.model, "tokens": self.tokens, "target": target}
-        if self.dtype != "float32":
-            given["dtype"] = self.dtype
+        given |= {
+            name: x
+            for name, x in vars(self).items()
+            if name in ("beyond", "device", "dtype") and x != getattr(INPUT, name)
+        }
         text = self.text
         if str(self.file) == "-" or (text is not None and (len(text) > SHORT_TEXT or text.startswith("-"))):
             if out is None:

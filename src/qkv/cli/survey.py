@@ -16,9 +16,9 @@ from qkv._files import scheme_of
 from qkv._progress import bar
 from qkv._survey_settings import Settings
 from qkv._untrusted import allow
-from qkv.cli.shared import statistics_of
+from qkv.cli.shared import device_named, statistics_of
 from qkv.cli.terminal import print_line, show, table, token_table
-from qkv.errors import InputError, refusing, renamed
+from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
     from qkv.profiler.surveys.corpus import Corpus
@@ -206,7 +206,7 @@ def survey(
     with output_folder(out) as target, _stoppable(target, settings.numbers):
         corpus = _corpus(corpora or ("library",), stream)
         loaded = loading.load_model(model, dtype=settings.dtype)
-        loaded.model.to(_device("cpu" if ray else device))
+        loaded.model.to(device_named("cpu" if ray else device))
         settings = replace(settings, statistics=own, name=loaded.name, gpus=_gpus(device) if ray else None)
         try:
             with _progress(corpus, target, settings) as on_batch:
@@ -250,17 +250,6 @@ def _gpus(device: str) -> Literal[0, 1] | None:
     return known[device]
 
 
-def _device(name: str) -> Any:
-    import torch
-
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    absent = f"--device is {name!r}, which this machine does not have; expected auto, cpu or cuda"
-    with refusing(absent, RuntimeError, AssertionError):
-        torch.empty(0, device=name)
-    return name
-
-
 @contextmanager
 def _stoppable(folder: Folder, numbers: Sequence[int]) -> Iterator[None]:
     """Report progress on SIGINT and SIGTERM."""
@@ -284,10 +273,8 @@ def _stoppable(folder: Folder, numbers: Sequence[int]) -> Iterator[None]:
 def _progress(corpus: Corpus, folder: Folder, settings: Settings) -> Iterator[Callable[[int, int, int], None]]:
     """A progress bar over the bytes of the shards that this process has still to survey."""
 
-    total = 0
-    if sys.stderr.isatty():
-        done, parts = folder.finished(), corpus.shards(settings.shards)
-        total = sum(parts[number].size for number in settings.numbers if number not in done)
+    done, parts = folder.finished(), corpus.shards(settings.shards)
+    total = sum(parts[number].size for number in settings.numbers if number not in done)
     start, texts, tokens = time.perf_counter(), 0, 0
     with bar("surveying", total=total or None) as step:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,12 +25,29 @@ LETTERS = {
 HEADS = 32  # the largest number of heads in a layer whose grid is drawn
 
 
+_REMARKS: list[str] = []
+
+
+def remark(text: str | None) -> None:
+    """A sentence for standard error before the first result, so that bad input has one sentence; None forgets all."""
+    if text is None:
+        _REMARKS.clear()
+    else:
+        _REMARKS.append(text)
+
+
+def _print_remarks() -> None:
+    while _REMARKS:
+        print(f"qkv: {_REMARKS.pop(0)}", file=sys.stderr)
+
+
 def show(*parts: Any, error: bool = False) -> None:
     """Print sentences and tables to standard output, or to standard error.
 
     In a terminal they fit its width: sentences wrap, unless they have `no_wrap`, and tables lose columns. In a pipe
     sentences are one line, and no line ends in blanks.
     """
+    _print_remarks()
     console = _console(error)
     for part in parts:
         text = isinstance(part, str) or hasattr(part, "plain")
@@ -49,6 +67,7 @@ def print_line(label: str, text: str | Path, *, main: bool = False, error: bool 
     """
     from rich.text import Text
 
+    _print_remarks()
     label = f"{label:<8} "
     line = Text.assemble((label, "bold"), str(text)) if main else Text(f"{label}{text}", "dim")
     _console(error).print(line, soft_wrap=True)

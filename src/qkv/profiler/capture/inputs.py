@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from qkv import ring
+from qkv._packages import user_frame
 from qkv.errors import InputError
 from qkv.huggingface.attention import MASKED
 
@@ -47,6 +51,9 @@ def _ids(tokenizer: Any, text: str, **settings: Any) -> list[int]:
     ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     return list(ids[0]) if ids and isinstance(ids[0], list) else ids
 
+
+BEYOND = ContextVar[bool | None]("BEYOND", default=None)
+"""Whether a model with rotary positions reads texts longer than those it was trained for; None: with a warning."""
 
 _NOT_TOKENS = re.compile("mask|position|type|label|segment|length", re.IGNORECASE)  # names of metadata about tokens
 
@@ -218,17 +225,27 @@ def _named(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _check_ids(model: nn.Module, sequences: Sequences) -> None:
     """Check the number of tokens and their ids against the model's configuration, as far as it states limits."""
-    rotary = any("rotary" in type(module).__name__.lower() for module in model.modules())  # has no last position
-    limit = None if rotary else positions(model)
+    own: Any = getattr(model, "config", None)
+    limit = getattr(own, "context", None) or positions(model)
+    # Rotary positions have no last one, and neither have models of qkv without learned ones.
+    endless = any("rotary" in type(module).__name__.lower() for module in model.modules())
+    endless |= getattr(own, "positions", "learned") != "learned"
     for argument, x in (("inputs", sequences.source), ("target", sequences.target)):
         if x is None:
             continue
         if x.numel() == 0:
             raise InputError(f"{argument} has no tokens, expected at least one")
-        if limit and x.shape[1] > limit:
+        name, too_many = type(model).__name__, limit is not None and x.shape[1] > limit
+        said = f"{argument} has {x.shape[1]:,} tokens, expected at most {limit:,}, " if too_many else ""
+        if too_many and endless and BEYOND.get() is None:
+            warnings.warn(f"{said}for which {name} was trained", stacklevel=user_frame())
+        elif too_many and not endless:
             raise InputError(
-                f"{argument} has {x.shape[1]:,} tokens, expected at most {limit:,}, the positions of "
-                f"{type(model).__name__}; on the command line, --tokens {limit} takes the first of them"
+                f"{said}the positions of {name}; on the command line, --tokens {limit} takes the first of them"
+            )
+        elif too_many and not BEYOND.get():
+            raise InputError(
+                f"{said}for which {name} was trained; --tokens {limit} takes the first, --beyond all of them"
             )
         size = vocabulary(model, target=argument == "target")
         if size is None:
@@ -248,6 +265,8 @@ def vocabulary(model: nn.Module, *, target: bool = False) -> int | None:
 def positions(model: nn.Module) -> int | None:
     """The largest number of tokens that the model has positions for; None if its configuration does not state it."""
     config: Any = getattr(model, "config", None)
+    with suppress(ValueError):  # of a model with pictures or sound; the configuration may have several
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(config, "max_position_embeddings", None)
     if getattr(config, "positions", None) == "learned":  # a model of qkv
         limit = getattr(config, "context", None)

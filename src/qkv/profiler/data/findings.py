@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-SHARED = ("chat", "tokens", "dtype")  # options that all commands take, with the same meaning
+SHARED = ("chat", "tokens", "beyond", "device", "dtype")  # options that all commands take, with the same meaning
 OWN_TEXT = ("ablate", "evict")  # without a text, these commands take one of their own
 
 
@@ -43,14 +43,14 @@ def _command(given: Mapping[str, Any], name: str, options: Iterable[str]) -> str
     if given["model"] != "qkv-mini" or {"text", "file", "chat"} & given.keys():
         words.append(given["model"])
     if "text" in given:
-        words += ["--text", given["text"]] if name == "map" else [given["text"]]
+        words.append(given["text"])
     if "file" in given:
-        words += [given["file"]] if name == "map" else ["--file", given["file"]]
+        words += ["--file", given["file"]]
     if "target" in given and name not in OWN_TEXT:
         words += ["--target", given["target"]]
     for option in SHARED:
         if option in given:
-            words += [f"--{option}", str(given[option])]
+            words += [f"--{option}"] if given[option] is True else [f"--{option}", str(given[option])]
     return shlex.join([*words, *options])
 
 
