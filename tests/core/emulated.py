@@ -47,6 +47,12 @@ class Emulated:
     def qkv_gradients(self, arguments: ctypes.Structure) -> int:
         return self._call(2, arguments)
 
+    def qkv_pool(self, arguments: ctypes.Structure) -> int:
+        return self._call(3, arguments)
+
+    def qkv_eigenvalues(self, arguments: ctypes.Structure) -> int:
+        return self._call(4, arguments)
+
     def _call(self, function: int, arguments: ctypes.Structure) -> int:
         sent, received = self.process.stdin, self.process.stdout
         assert sent is not None

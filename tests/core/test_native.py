@@ -430,6 +430,34 @@ def test_a_second_run_gives_other_bits(threads: int, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(x, one[name][:, :1], atol=1e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 32, 64, 130])
+def test_eigenvalues_differ_from_those_of_float64(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of matrices of full and of low rank, some all but diagonal, which no reflection changes; for any threads."""
+    keys = torch.randn(29, 40, n) * torch.logspace(0, -6, n)
+    keys[:9] = keys[:9, :1] * torch.randn(9, 40, 1)
+    matrices = keys.mT @ keys * torch.logspace(-25, 25, 29)[:, None, None]
+    matrices[9:12] = torch.diag_embed(torch.rand(3, n))
+    matrices[12] = 0
+    got = native.binding.leading_shares(matrices, 3)
+    wanted = native.binding.leading_shares(matrices.double(), 3)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-6)
+    matrices[3, n // 2, n // 2] = torch.nan
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    changed = native.binding.leading_shares(matrices, 3)
+    assert changed[3].isnan().all()
+    assert native.binding.leading_shares(matrices.double(), 3)[3].isnan().all()
+    assert torch.equal(torch.cat([changed[:3], changed[4:]]), torch.cat([got[:3], got[4:]]))
+
+
+@pytest.mark.parametrize(("sizes", "bins"), [((128, 128), 64), ((131, 73), 16), ((1, 300), 7), ((70, 5), 5)])
+def test_small_maps_differ_from_those_of_float64(sizes: tuple[int, int], bins: int) -> None:
+    weights = torch.rand(2, 3, *sizes)
+    got, wanted = (native.binding.thumbnail(x, bins) for x in (weights, weights.double()))
+    assert (got.query_bin, got.key_bin) == (wanted.query_bin, wanted.key_bin)
+    assert torch.equal(got.maximum.double(), wanted.maximum)
+    torch.testing.assert_close(got.mean.double(), wanted.mean, rtol=1e-6, atol=0)
+
+
 def test_a_build_without_a_compiler_fails_or_leaves_an_old_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from qkv.masks import Causal
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Softmax
 from qkv.profiler.capture import probes
-from qkv.profiler.capture.record import ObservedCall, Together, geometry, principal_shares
+from qkv.profiler.capture.record import ObservedCall, Together, geometry
 from qkv.profiler.data.sinks import relative_norm, sink_tokens
 from qkv.profiler.data.tables import sink_scores
 
@@ -195,7 +195,6 @@ def test_geometry_by_plain_loops() -> None:
     q[0, :, :3], k[0, :, :3], v[0, :, :3] = 7.0, 5.0, 3.0  # padding plays no part
     call, first = Call.of(q, k, v, Causal(), normalizer=Softmax(key=learned)), torch.tensor([3, 0])
     got = ObservedCall("a", "self", 0, call, None, real, real, first, causal=True, source="qkv").vectors()
-    shares = principal_shares(got["key_scatter"], 6)
     for i, j in np.ndindex(2, 6):
         start = 3 if i == 0 else 0
         qs, ks, vs = q[i, j, start:].numpy(), k[i, j // 3, start:].numpy(), v[i, j // 3, start:].numpy()
@@ -208,7 +207,7 @@ def test_geometry_by_plain_loops() -> None:
         for name, value in want.items():
             assert got[name][i, j].item() == pytest.approx(value, abs=1e-9), name
         variance = np.linalg.svd(ks - ks.mean(0), compute_uv=False) ** 2
-        np.testing.assert_allclose(shares[i, j], (variance / variance.sum())[:3], atol=1e-9)
+        np.testing.assert_allclose(got["key_directions"][i, j], (variance / variance.sum())[:3], atol=1e-9)
         for name, x in (("query_norm", qs), ("key_norm", ks), ("value_norm", vs)):
             np.testing.assert_allclose(got[name][i, j, start:], np.linalg.norm(x, axis=-1), atol=1e-12)
 

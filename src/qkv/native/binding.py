@@ -44,6 +44,7 @@ FEW_ROWS, FEW_QUERIES, FEW_KEYS = 16, 8, 128
 `FEW_QUERIES` of one query head and up to `FEW_KEYS` keys, where packing is faster: 0.7 times as long for 16 of each."""
 LARGEST_SCORE = 1e28  # a masked pair has a score of −1e30
 LARGEST_MASK = 2**27  # bytes, one bit a pair: 32,000 queries and keys if `Mask.classify` knows nothing of the mask
+MOST_EIGENVALUES = 4  # that the library finds of a matrix
 PADDING = 64  # numbers after a table of biases that the library may read
 
 CPU = torch.device("cpu")
@@ -84,6 +85,24 @@ class Gradients(ctypes.Structure):
     )  # fmt: skip
 
 
+class Pool(ctypes.Structure):
+    """`Pool` of reductions.c."""
+
+    _fields_ = (
+        ("weights", P), *((name, I64) for name in ("count", "nq", "nk", "bin_q", "bin_k")), ("most", P), ("mean", P),
+        ("threads", I64),
+    )  # fmt: skip
+
+
+class Spectra(ctypes.Structure):
+    """`Spectra` of reductions.c."""
+
+    _fields_ = (("matrices", P), *((name, I64) for name in ("count", "n", "few")), ("shares", P), ("threads", I64))
+
+
+FUNCTIONS = {"attend": Arguments, "decode": Arguments, "gradients": Gradients, "pool": Pool, "eigenvalues": Spectra}
+
+
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """Return the compiled library, or in one sentence why there is none."""
@@ -91,7 +110,7 @@ def library() -> ctypes.CDLL | str:
         return MISSING
     try:
         compiled = ctypes.CDLL(str(LIBRARY))  # torch, imported above, brings the OpenMP runtime that it uses
-        for name, arguments in (("attend", Arguments), ("decode", Arguments), ("gradients", Gradients)):
+        for name, arguments in FUNCTIONS.items():
             function = getattr(compiled, f"qkv_{name}")
             function.argtypes, function.restype = [ctypes.POINTER(arguments)], ctypes.c_int
         for dtype in MULTIPLIED.get(compiled.qkv_level(), ()):
@@ -544,3 +563,56 @@ def ranges_of(mask: Mask, grid: Grid) -> Tensor | None:
         return torch.stack(each).int().contiguous()
 
     return cached_for_mask(mask, grid, "native ranges", ranges)
+
+
+# --- reductions of what a call has written ----------------------------------------------------------------------------
+
+
+def thumbnail(weights: Float[Tensor, "b h nq nk"], bins: int) -> Thumbnail:
+    """Return all weights of a call pooled as by `Thumbnail.of_weights`, by the library if it can."""
+    b, h, n_queries, n_keys = weights.shape
+    size = bin_size(n_queries, bins), bin_size(n_keys, bins)
+    if size == (1, 1) or not _reduces(weights):
+        return Thumbnail.of_weights(weights, bins)
+    pooled = empty(2, b, h, -(-n_queries // size[0]), -(-n_keys // size[1]))
+    _reduce("pool", Pool(
+        weights.data_ptr(), b * h, n_queries, n_keys, *size, pooled[0].data_ptr(), pooled[1].data_ptr(),
+        _threads(weights.numel()),
+    ))  # fmt: skip
+    return Thumbnail(pooled[0], pooled[1], *size)
+
+
+def leading_shares(matrices: Float[Tensor, "*b n n"], few: int) -> Float[Tensor, "*b few"]:
+    """Return the `few` largest eigenvalues of symmetric positive semidefinite matrices, as shares of their trace.
+
+    They are in descending order; 0 if there are fewer or a matrix is 0, and NaN if one is not finite. The library finds
+    them by Householder reflections and bisection, with rounding errors like those of `torch.linalg.eigvalsh`.
+
+    >>> leading_shares(torch.diag(torch.tensor([0.0, 3.0, 1.0])), 2).tolist()
+    [0.75, 0.25]
+    """
+    if _reduces(matrices) and few <= MOST_EIGENVALUES:
+        shares, n = empty(*matrices.shape[:-2], few), matrices.shape[-1]
+        _reduce("eigenvalues", Spectra(
+            matrices.data_ptr(), shares.numel() // few, n, few, shares.data_ptr(), _threads(matrices.numel() * n)
+        ))  # fmt: skip
+        return shares
+    finite = matrices.isfinite().all(-1).all(-1, keepdim=True)
+    spread = torch.linalg.eigvalsh(torch.where(finite[..., None], matrices, 0).cpu())  # which is slow on a GPU
+    spread = spread.flip(-1).clamp(min=0).to(matrices.device)
+    shares = spread / spread.sum(-1, keepdim=True).clamp(min=torch.finfo(spread.dtype).tiny)
+    return torch.nn.functional.pad(shares[..., :few], (0, max(0, few - shares.shape[-1]))).where(finite, torch.nan)
+
+
+def _reduces(x: Tensor) -> bool:
+    usable = x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() and x.numel() > 0
+    return usable and not isinstance(library(), str)
+
+
+def _threads(operations: int) -> int:
+    return torch.get_num_threads() if operations > 100_000 else 1
+
+
+def _reduce(function: str, arguments: ctypes.Structure) -> None:
+    if getattr(library(), f"qkv_{function}")(arguments):
+        raise MemoryError("a reduction of weights or keys needs more memory than there is")

@@ -69,6 +69,8 @@ CHOOSE(qkv_attend, qkv_attend_v4)
 CHOOSE(qkv_gradients, qkv_gradients_v4)
 #endif
 CHOOSE(qkv_decode, qkv_decode_v4)
+CHOOSE(qkv_pool, qkv_pool_v4)
+CHOOSE(qkv_eigenvalues, qkv_eigenvalues_v4)
 #else
 int qkv_level(void) { return 0; }
 #define CHOOSE(name) \
@@ -77,4 +79,6 @@ int qkv_level(void) { return 0; }
 CHOOSE(qkv_attend)
 CHOOSE(qkv_decode)
 CHOOSE(qkv_gradients)
+CHOOSE(qkv_pool)
+CHOOSE(qkv_eigenvalues)
 #endif

@@ -33,4 +33,5 @@
 #include "attention.c"
 #include "decode.c"
 #include "gradients.c"
+#include "reductions.c"
 #endif

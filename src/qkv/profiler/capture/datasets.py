@@ -20,7 +20,7 @@ from qkv.errors import InputError
 from qkv.profiler.capture.inputs import Sequences, Tokens, sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
-from qkv.profiler.capture.record import PREFIX, ObservedCall, Receive, Record, principal_shares, served
+from qkv.profiler.capture.record import PREFIX, ObservedCall, Receive, Record, served
 from qkv.profiler.data.variables import BIN, BY_HEAD, HEAD, TEXT, VARIABLES, Variable, custom_attrs
 from qkv.statistics import Statistic, Streaming
 
@@ -205,8 +205,6 @@ def _found(record: Record, name: str) -> Tensor | None:
         return None if small is None else small.maximum if name == "map_max" else small.mean
     if name == "weights":
         return record.weights
-    if name == "key_directions" and record.geometry:
-        return principal_shares(record.geometry["key_scatter"], statistics.entropy.shape[1])
     return record.geometry[name] if name in record.geometry else statistics.named(name)
 
 

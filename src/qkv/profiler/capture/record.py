@@ -17,12 +17,13 @@ from qkv.errors import InputError
 from qkv.huggingface.attention import is_causal
 from qkv.kernels import eager, serve, serving
 from qkv.masks import Mask
+from qkv.native.binding import leading_shares, thumbnail
 from qkv.normalizers import SumToOne
 from qkv.profiler.capture.inputs import nan_error
 from qkv.profiler.data.variables import UNFUSED
 from qkv.statistics import Local, PrefixSinkScores, Statistic, Streaming
 from qkv.statistics.measure import in_shares, measured, row_state, sweep
-from qkv.statistics.result import Statistics, Thumbnail, with_head
+from qkv.statistics.result import Statistics, with_head
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
 WEIGHTS_ONLY = ("softmax", "outputs", "returned")  # sources that give weights, but no queries, keys and values
@@ -152,7 +153,7 @@ class Measures:
             return result, statistics, None
         assert statistics.thumbnail is not None
         weights = statistics.thumbnail.mean
-        small = Thumbnail.of_weights(weights, self.map_bins) if pooled else None
+        small = thumbnail(weights, self.map_bins) if pooled else None
         return result, replace(statistics, thumbnail=small), weights
 
     def record(
@@ -348,9 +349,8 @@ def geometry(
     Returns:
         ``query_norm`` (b, h, nq), ``key_norm`` (b, h, nk); (b, h): ``cosine_first``, mean cosine
         of the queries to the first key, ``cosine_others``, to all other keys, ``first_key_angle``, degrees between the
-        first key and the mean of the others, and ``key_bias_cosine``, mean cosine of the queries to the learned key;
-        ``key_scatter`` (b, hkv, m, m), products of the centred keys, from which
-        `principal_shares` gives the shares of their variance in the first principal directions.
+        first key and the mean of the others, ``key_bias_cosine``, mean cosine of the queries to the learned key;
+        and ``key_directions`` (b, h, 3), shares of the variance of the keys along their first principal directions.
     """
     wide = at_least_float32(q.dtype)
     group = q.shape[1] // k.shape[1]
@@ -369,7 +369,7 @@ def geometry(
         "cosine_first": (query * _of_query_heads(_unit(first_key), group)).sum(-1),
         "cosine_others": (query * _of_query_heads(_mean(k, other, key_norm), group)).sum(-1),
         "first_key_angle": _of_query_heads(_angle(first_key, rest), group),
-        "key_scatter": _scatter(k, real_k),
+        "key_directions": _of_query_heads(leading_shares(_scatter(k, real_k), DIRECTIONS), group),
     }
     single = other.sum(2) == 0  # a text of one token has no other keys
     for name in ("cosine_others", "first_key_angle"):
@@ -426,11 +426,3 @@ def _scatter(k: Float[Tensor, "b h n d"], real: Bool[Tensor, "b 1 n"]) -> Float[
         centred = centred * real[..., None]
     few = k.shape[2] < k.shape[3]  # then the smaller matrix of products of keys has the same eigenvalues
     return centred @ centred.mT if few else centred.mT @ centred
-
-
-def principal_shares(scatter: Float[Tensor, "b hkv m m"], heads: int) -> Float[Tensor, "b h 3"]:
-    """Shares of the variance of the keys along their first principal directions; 0 if there are fewer."""
-    spread = torch.linalg.eigvalsh(scatter).flip(-1).clamp(min=0)
-    share = spread / spread.sum(-1, keepdim=True).clamp(min=torch.finfo(spread.dtype).tiny)
-    share = torch.nn.functional.pad(share[..., :DIRECTIONS], (0, max(0, DIRECTIONS - share.shape[-1])))
-    return _of_query_heads(share, heads // scatter.shape[1])
