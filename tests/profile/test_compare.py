@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +18,10 @@ from profile_fixture import dataset_from_weights, encoder_decoder, gpt, softmax
 from qkv.cli.profile import show_comparison as show
 from qkv.cli.shared import saved_profile as saved
 from qkv.figures.comparison import ROUNDING, changed_maps_figure, plane
-from qkv.models import DecoderConfig, DecoderLM
+from qkv.models import DecoderConfig, DecoderLM, loading
 from qkv.profiler import Profile
 from qkv.profiler.comparison import compare
+from qkv.server.live import Live
 
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
 
@@ -123,7 +126,6 @@ def test_summary_reports_targets_sinks_and_entropy() -> None:
     found = compare(a, Profile({"self": data}, {}))
     entropy = a.heads()["entropy"].mean()
     assert f"falls by {entropy / 2:.2f} nats" in found.summary()[2]
-    assert found.summary()[3].startswith("15 heads")
     assert "rises by" in compare(found.b, a).summary()[2]
 
 
@@ -283,3 +285,22 @@ def test_places_of_heads_have_the_distances_of_points_in_a_plane() -> None:
     axes = gpt(23).plot.similarity().axes[2]
     places = np.concatenate([some.get_offsets() for some in axes.collections])
     np.testing.assert_allclose(axes.viewLim.get_points().sum(0), places.max(0) + places.min(0), atol=1e-9)
+
+
+def test_one_number_of_heads_with_a_sink_in_findings_comparison_and_live() -> None:
+    model, tokenizer = qkv.load("qkv-mini")
+    text = "def mean(values):\n    return sum(values) / len(values)\n" * 3
+    a = qkv.profile(model, text, tokenizer=tokenizer, probe=False, progress=False)
+    with qkv.edit(model, qkv.profiler.everywhere(model, "sigmoid")):
+        b = qkv.profile(model, text, tokenizer=tokenizer, probe=False, progress=False)
+    weights = [np.nan_to_num(x.data["weights"].values[0].astype(float)) for x in (a, b)]
+    firsts = [A[:, :, :64] / np.maximum(A[:, :, :64].sum(-1, keepdims=True), 1e-30) for A in weights]
+    before, after = (int((A[..., 0].mean(-1) > 0.3).sum()) for A in firsts)
+    assert before != after
+    assert [p.findings()[0].value for p in (a, b)] == [f"{n} of 36" for n in (before, after)]
+    (said,) = (one for one in compare(a, b).summary() if "sink" in one)
+    assert re.match(r"(\d+) heads? .*; (\d+) before", said).groups() == (str(after), str(before))  # type: ignore[union-attr]
+    answer = Live(loading.load_model("qkv-mini")).answer(
+        SimpleNamespace(text=text, edits=[], layer=0, head=0, k=1, ids=None)
+    )
+    assert np.sum(answer["before"]["sinks"]) == before

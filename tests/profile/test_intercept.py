@@ -424,3 +424,29 @@ def test_einsum_attention_profiles() -> None:
     found = profile(layer, {"x": x, "mask": mask})
     want = layer(x, mask)[1]
     torch.testing.assert_close(torch.tensor(found.data["weights"].values[:, 0]), want, atol=1e-6, rtol=0)
+
+
+class OfPictures(nn.Module):
+    """Self-attention over the pixels, then attention to a text, as in a UNet; both inputs are floating-point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn1, self.attn2 = (nn.MultiheadAttention(16, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, sample: Tensor, states: Tensor) -> Tensor:
+        x = sample.flatten(2).transpose(1, 2)
+        x = x + self.attn1(x, x, x)[0]
+        return x + self.attn2(x, states, states)[0]
+
+
+@pytest.mark.parametrize("n", [7, 16])
+def test_self_attention_is_told_by_its_states_where_a_model_reads_two(n: int) -> None:
+    torch.manual_seed(0)
+    model, sample, states = OfPictures().eval(), torch.randn(2, 16, 4, 4), torch.randn(2, n, 16)
+    profile = qkv.profile(model, {"sample": sample, "states": states}, progress=False)
+    assert {name: [*data["module"].values] for name, data in profile.groups.items()} == {
+        "self": ["attn1"], "cross": ["attn2"]
+    }  # fmt: skip
+    x = sample.flatten(2).transpose(1, 2)
+    expected = model.attn1(x, x, x, average_attn_weights=False)[1].detach()
+    np.testing.assert_allclose(profile.group("self")["weights"][:, 0], expected, atol=1e-6)

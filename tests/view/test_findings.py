@@ -10,7 +10,7 @@ import profile_fixture as made
 import qkv
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.data import tables
-from qkv.profiler.data.findings import Findings
+from qkv.profiler.data.findings import Findings, effect_of
 from qkv.profiler.data.sinks import massive_sentence
 from smollm2 import kept, residual
 
@@ -35,6 +35,21 @@ def test_numbers_of_the_findings_are_those_of_the_tables(mini: qkv.Profile, bert
         assert trend["heads"].iloc[0] == above
         assert by_label["heads have one clear type"].value == f"{(types != 'mixed').sum()} of {len(types)}"
         assert Findings(profile.data).kinds == types.value_counts().to_dict()
+
+
+def test_a_text_too_short_to_tell_sinks_has_no_verdict_about_the_text() -> None:
+    for text, short in (("fox", True), ("for name in names: seen.append(name)", False)):
+        profile = qkv.profile("qkv-mini", text, progress=False)
+        types, found = profile.types(), Findings(profile.data)
+        assert (profile.data.sizes["key"] < 10) == short == tables.is_short(profile.data)
+        told = {*types["type"]} - {"mixed", *tables.PROBED}
+        assert bool(told) != short
+        said = " ".join(map(str, found.all))
+        assert ("too short" in found.headline) == ("too short" in said) == short
+        assert ("Heads with a sink" in said) != short
+        assert types["previous token"].notna().all(), "the scores stay"
+        other = qkv.profile("qkv-mini", text, probe=False, progress=False).data
+        assert ("oo short" in effect_of("sigmoid", profile.data, other)) == short
 
 
 def test_trend_splits_the_text_into_ranges_whose_mean_is_that_of_the_text(mini: qkv.Profile) -> None:

@@ -7,7 +7,6 @@ import { arrowKeys, headButton, layerGrid } from "./heads.js";
 import { codeOf, editsOf, headAt, headsOf, settingOf, settingWords, shortName } from "./live_words.js";
 import { percent } from "./numbers.js";
 
-const SINK = 0.3; // a head with more on the first token is called a sink (Gu et al. 2025)
 const MARKS = { softmax: "n", "off-by-one": "+1", sigmoid: "σ" };
 const MEANINGS = {
   softmax: "exp(s) divided by its sum over the keys: every row of weights sums to 1.",
@@ -146,13 +145,13 @@ export class LiveHeads {
   }
 
   #drawQuick() {
-    const [layer] = headAt(this.shown), all = headsOf(this.#live), before = this.#answer?.before.sink;
-    const sinks = before ? all.filter((at) => before[headAt(at)[0]][headAt(at)[1]] > SINK) : [];
+    const [layer] = headAt(this.shown), all = headsOf(this.#live), before = this.#answer?.before.sinks;
+    const sinks = before ? all.filter((at) => before[headAt(at)[0]][headAt(at)[1]]) : [];
     const button = (key, label, wanted, title) => h("button", { type: "button", class: "quiet live-small", "data-key": `quick-${key}`, disabled: !wanted.length, title, onclick: () => this.#selectAll(wanted) }, label);
     replace(this.quick,
       h("span", { class: "live-count" }, this.selected.size === 1 ? shortName([...this.selected][0]) : `${this.selected.size} heads`),
       button("all", "All", all), button("layer", `Layer ${layer}`, all.filter((at) => headAt(at)[0] === layer)),
-      button("sinks", `First token > 30 % (${sinks.length})`, sinks, "Heads whose mean weight on the first token, over all later tokens, is above 30 %"),
+      button("sinks", `Sinks (${sinks.length})`, sinks, "Heads with an attention sink at the first token: a mean weight on it above 30 % over the first 64 queries, as a profile counts them"),
       h("button", { type: "button", class: "quiet live-small live-reset", "data-key": "reset", disabled: !this.edits.size, onclick: () => this.#reset() }, "Reset"));
   }
 

@@ -14,7 +14,8 @@ import xarray as xr
 from qkv._lazy import above
 from qkv.errors import InputError
 from qkv.profiler.data import archive, tables
-from qkv.profiler.data.frames import target_change
+from qkv.profiler.data.findings import Findings
+from qkv.profiler.data.frames import counted, target_change
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,7 +87,7 @@ class Comparison:
             f"most in layer {most['layer']}, head {most['head']}: {_percent(most['change'])} "
             f"({target_change(most['goes_to_a'], most['goes_to_b'])}).",
             *_entropies(heads),
-            *_sinks(heads),
+            *_sinks(*(Findings(profile.group(name), group=name) for profile in (self.a, self.b))),
         ]
 
     def plot(self, group: str | None = None) -> Figure:
@@ -194,12 +195,17 @@ def _entropies(heads: pd.DataFrame) -> list[str]:
     return [] if np.isnan(after - before) else [changed]
 
 
-def _sinks(heads: pd.DataFrame) -> list[str]:
-    before, after = (int((heads[f"sink_{x}"] > tables.SINK_THRESHOLD).sum()) for x in ("a", "b"))
-    share = f"more than {100 * tables.SINK_THRESHOLD:.0f} % of their weight on the first token"
+def _sinks(a: Findings, b: Findings) -> list[str]:
+    """The heads with a sink, as the findings of each profile count them."""
+    if a.sink_counts is None or b.sink_counts is None or b.is_too_short:
+        return []
+    (before, _), (after, _) = a.sink_counts, b.sink_counts
+    has = (
+        f"{counted(after, 'head')} {'has' if after == 1 else 'have'} an attention sink at the first token in {b.window}"
+    )
     if before == after:
-        return [f"{before} heads put {share}, as before."] if before else []
-    return [f"{after} heads put {share}; {before} did before."]
+        return [f"{has}, as before."] if before else []
+    return [f"{has}; {before:,} before."]
 
 
 def _percent(share: float) -> str:

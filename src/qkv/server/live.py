@@ -20,6 +20,8 @@ from qkv.models import DecoderLM, Sampler
 from qkv.models.generation import evaluation_mode
 from qkv.models.loading import Loaded
 from qkv.profiler.capture.inputs import device_of, positions, token_texts, vocabulary
+from qkv.profiler.data.sinks import EPSILON, sink_table
+from qkv.profiler.data.tables import is_short
 from qkv.profiler.editing import Key, edit
 from qkv.profiler.editing import everywhere as every_head
 from qkv.profiler.run import profile
@@ -96,6 +98,14 @@ class ForwardPass:
     def weights(self) -> Float[Tensor, "layers heads n n"]:
         return torch.from_numpy(self.data["weights"].values[0].copy())
 
+    @property
+    def sinks(self) -> list[list[bool]]:
+        """Whether each head has an attention sink at the first token, as findings count them, by layer and head."""
+        has = sink_table(self.data)["alpha_first"].to_numpy() > EPSILON
+        shape = self.data.sizes["layer"], self.data.sizes["head"]
+        found: list[list[bool]] = (has & (not is_short(self.data))).reshape(shape).tolist()
+        return found
+
     def mean(self, name: str, first: int) -> list[list[float]]:
         """The mean of a statistic over the queries from `first` on, by layer and head; 0 if there are none."""
         values = self.data[name].values[0, :, :, first:]
@@ -165,7 +175,8 @@ class Live:
 
         Returns:
             The fields of `qkv.server.schemas.LiveAnswer`. The `k` likeliest tokens before and after the edits are in
-            the same order; ``sink`` and ``entropy`` are means over the queries, as in a profile.
+            the same order; ``sink`` and ``entropy`` are means over the queries, as in a profile; ``sinks`` are those
+            of its findings.
         """
         ids, changes = self._read(request)
         before = self._run(ids, {})
@@ -181,6 +192,7 @@ class Live:
             when: {
                 "next": self._listed(run, likeliest),
                 "sink": run.mean("sink", 1),
+                "sinks": run.sinks,
                 "entropy": run.mean("entropy", 0),
                 "map": _encoded(run.weights[request.layer, request.head]),
             }

@@ -132,6 +132,9 @@ class TokenProbability(BaseModel):
 class LiveRun(BaseModel):
     next: list[TokenProbability]
     sink: list[list[float]] = Field(description="(layers, heads), as is the entropy: means over the queries.")
+    sinks: list[list[bool]] = Field(
+        description="(layers, heads): whether the head has an attention sink, as counted in a profile."
+    )
     entropy: list[list[float]]
     map: str = Field(description="base64 of float32 (n, n), little-endian: the weights of the requested head.")
 

@@ -301,19 +301,35 @@ def of_transformers(name: str, model: nn.Module) -> str:
     return "text" if towers else "self"
 
 
-def of_call(name: str, *, n_queries: int, n_keys: int, causal: bool, two_sided: bool, sequences: Sequences) -> str:
+def states_of(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> int:
+    """How many different hidden states a module is given: queries and keys come from the same if it is one."""
+    given = [*arguments_of(module, args, named).items()]
+    flat = [(name, x) for name, one in given for x in (one if isinstance(one, tuple) else (one,))]
+    states = [
+        x for name, x in flat
+        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 3 and not _NOT_TOKENS.search(name)
+    ]  # fmt: skip
+    return len({(x.data_ptr(), x.shape) for x in states})
+
+
+def of_call(
+    name: str, *, n_queries: int, n_keys: int, causal: bool, two_sided: bool, sequences: Sequences, states: int = 0
+) -> str:
     """The group of a module of any other model: cross, encoder, decoder or self, by the first of these rules.
 
     1. A module with "cross" in its name is cross.
     2. A causal call is decoder, or self in a model without encoder and decoder that reads one sequence.
     3. A call that is not causal and has different numbers of queries and keys is cross.
     4. With as many queries as keys, a module of the encoder is encoder.
-    5. In a model that reads two sequences, modules of the decoder, and modules outside of encoder and decoder, are
+    5. A module that is given one tensor of hidden states takes queries and keys from it. It is encoder or decoder in a
+       model that reads two texts, by their lengths, else self.
+    6. In a model that reads two sequences, modules of the decoder, and modules outside of encoder and decoder, are
        cross. If no modules are called encoder and decoder, the lengths decide: cross if there is a single query or as
        many queries as the second sequence has tokens; else encoder.
-    6. Any other module has the name of its side (encoder or decoder), or is self.
+    7. Any other module has the name of its side (encoder or decoder), or is self.
 
-    `two_sided` is True if the model has modules called encoder and modules called decoder.
+    `two_sided` is True if the model has modules called encoder and modules called decoder; `states` is the number of
+    hidden states that the module is given, 0 if it is not known.
     """
     if _CROSS.search(name):
         return "cross"
@@ -326,6 +342,8 @@ def of_call(name: str, *, n_queries: int, n_keys: int, causal: bool, two_sided: 
     if side == "encoder" or not sequences.two:
         return side or "self"
     from_target = n_queries == 1 or sequences.target is None or n_queries == sequences.target.shape[1]
+    if states == 1:
+        return side or ("self" if sequences.target is None else "decoder" if from_target else "encoder")
     return "cross" if two_sided or from_target else "encoder"
 
 

@@ -35,6 +35,7 @@ class Run:
 
     running: list[str] = field(default_factory=list)  # modules whose forward is running, the innermost last
     made: dict[str, int] = field(default_factory=dict)  # number of calls of each module in this forward
+    states: dict[str, int] = field(default_factory=dict)  # number of hidden states that each module was given
     newest: tuple[str, Any, int] | None = None  # module, cache of qkv and its tokens in the last call
     steps: dict[str, ObservedCall] = field(default_factory=dict)  # the last of each module that attends step by step
     paused: bool = False
@@ -208,6 +209,8 @@ class Observer:
             if self.beside and not (known or run.outer is not None or self._skips()):
                 run.opened.enter_context(self.intercept())
         self.ran.add(id(module))
+        if run.sequences.two:
+            run.states[self.names[id(module)]] = inputs.states_of(module, args, named)
         run.running.append(self.names[id(module)])
 
     def leave(self, module: nn.Module, output: Any) -> None:
@@ -358,7 +361,7 @@ class Observer:
         else:
             group = inputs.of_call(
                 name, n_queries=n_queries, n_keys=n_keys, causal=causal, two_sided=self._two_sided,
-                sequences=run.sequences,
+                sequences=run.sequences, states=run.states.get(name, 0),
             )  # fmt: skip
             steps = self.texts is None and n_queries == 1 and not causal
         before = run.steps.pop(name, None)

@@ -148,11 +148,16 @@ class Findings:
         if total == 1:
             rest = self._only_head
         plain = f"{counted(total, 'head')}{': ' if rest else ''}{rest}"
-        if self._sink_counts is None:
+        if tables.is_short(self._data):
+            probed = [(kind, n) for kind, n in others if kind != MIXED]
+            rest = listed([f"{n:,} {_DOES[kind][n != 1]} on test texts" for kind, n in probed]) if probed else ""
+            said = f"{counted(total, 'head')}{': ' if rest else ''}{rest}"
+            return f"{said}; too short to tell sinks and other types: {self.window}."
+        if self.sink_counts is None:
             return f"{plain}."
-        if self._is_too_short:
+        if self.is_too_short:
             return f"{plain}; too short to tell sinks at {first_token(self._data)}: {self.window}."
-        prefix, whole = self._sink_counts
+        prefix, whole = self.sink_counts
         sinks = f"{prefix:,} of {counted(total, 'head')} {_has(prefix)} an attention sink at {first_token(self._data)}"
         sinks = f"{sinks} in {self.window}{self.whole_clause}"
         if not prefix and not whole:
@@ -170,9 +175,9 @@ class Findings:
     @property
     def whole_clause(self) -> str:
         """ " (none over all 321 tokens)": the heads with a sink over the whole text; "" for a short text."""
-        if self._sink_counts is None or not self.is_long:
+        if self.sink_counts is None or not self.is_long:
             return ""
-        return f" ({self._sink_counts[1] or 'none'} over {self._whole})"
+        return f" ({self.sink_counts[1] or 'none'} over {self._whole})"
 
     @property
     def is_long(self) -> bool:
@@ -205,22 +210,25 @@ class Findings:
         return sinks.sink_table(self._data) if "visible_queries" in self._data else None
 
     @cached_property
-    def _sink_counts(self) -> tuple[int, int] | None:
-        """The number of heads with a sink at the first token: over the first 64 queries, and over the whole text."""
+    def sink_counts(self) -> tuple[int, int] | None:
+        """The number of heads with a sink at the first token: over the first 64 queries, and over the whole text.
+
+        None if they were not measured.
+        """
         if self._sink_table is None or self._sink_table["alpha_first"].isna().all():
             return None
         prefix, whole = (int((self._sink_table[f"alpha_{name}"] > sinks.EPSILON).sum()) for name in ("first", "whole"))
         return prefix, whole
 
     @property
-    def _is_too_short(self) -> bool:
+    def is_too_short(self) -> bool:
         """True if rows of even weights would already count as a sink at the first token."""
         return self._sink_table is not None and bool(self._sink_table["alpha_even"].mean() > sinks.EPSILON)
 
     @cached_property
     def sinks(self) -> Finding | None:
         """Attention sinks at the first token, and their trend by length; None if they were not measured."""
-        table, found, data = self._sink_table, self._sink_counts, self._data
+        table, found, data = self._sink_table, self.sink_counts, self._data
         if table is None or found is None:
             return None
         prefix, whole = found
@@ -229,7 +237,7 @@ class Findings:
             f"Counted are heads whose mean weight on it is above {percent(sinks.EPSILON)}; even attention would give "
             f"{percent(even)}"
         ]
-        if self._is_too_short:
+        if self.is_too_short:
             label = f"too short to say whether a head has an attention sink at {first_token(data)}: {self.window}"
             return Finding("–", label, _sentences([*details, "Pass a longer text"]))
         if self.is_long:
@@ -346,7 +354,7 @@ class Findings:
             )
         )
         found.append(self._distance())
-        if self._is_too_short:
+        if self.is_too_short:
             found.append(found.pop(0))
         found.insert(0, self._question())
         return FindingList(one for one in found if one is not None)
@@ -456,8 +464,11 @@ class Findings:
     def _typed(self) -> Finding:
         total, named = len(self.types), {kind: n for kind, n in self.kinds.items() if kind != MIXED}
         detail = " · ".join(f"{n:,} {kind}" for kind, n in named.items()) or "No score reaches its threshold"
-        found, steps = self._sink_counts, tuple[Step, ...]()
-        if found is not None and found[0] != self.kinds.get("first token", 0):
+        label = "heads have one clear type" + (" on test texts" if tables.is_short(self._data) else "")
+        found, steps = self.sink_counts, tuple[Step, ...]()
+        if tables.is_short(self._data):
+            detail += f". {self.window[0].upper()}{self.window[1:]} is too short for types that it would tell itself"
+        elif found is not None and not self.is_too_short and found[0] != self.kinds.get("first token", 0):
             typed, earlier = self.kinds.get("first token", 0), found[0] - self.kinds.get("first token", 0)
             detail += (
                 f". Heads with a sink at the first token: {typed:,} of that type + {earlier:,} of a type that is "
@@ -473,11 +484,7 @@ class Findings:
             rows = self.types[self.types["type"] == chosen[0]]
             steps = self._steps("map", _row(rows, chosen[0]))
         return Finding(
-            f"{sum(named.values()):,} of {total:,}",
-            "heads have one clear type",
-            f"{detail}.",
-            steps,
-            _rows(self.types["type"] != MIXED),
+            f"{sum(named.values()):,} of {total:,}", label, f"{detail}.", steps, _rows(self.types["type"] != MIXED)
         )
 
     def _distance(self) -> Finding | None:
@@ -556,13 +563,17 @@ def effect_of(normalizer: str, before: xr.Dataset, after: xr.Dataset) -> str:
 
     >>> import qkv
     >>> mini, tokenizer = qkv.load("qkv-mini")
-    >>> found = [qkv.profile(mini, "for name in names:", tokenizer=tokenizer, progress=False)]
+    >>> text = "for name in names: seen.append(name)"
+    >>> found = [qkv.profile(mini, text, tokenizer=tokenizer, progress=False)]
     >>> with qkv.edit(mini, qkv.profiler.everywhere(mini, "off-by-one")):
-    ...     found.append(qkv.profile(mini, "for name in names:", tokenizer=tokenizer, probe=False, progress=False))
+    ...     found.append(qkv.profile(mini, text, tokenizer=tokenizer, probe=False, progress=False))
     >>> said = effect_of("off-by-one", *(profile.data for profile in found))
-    >>> "had a sink at the first token in this text of 6 tokens, " in said
+    >>> "had a sink at the first token in this text of 13 tokens, " in said
     True
     """
+    found = Findings(before)
+    if found.is_too_short:
+        return f"Too short to say whether a head has a sink: {found.window}."
     tables = [sink_table(data) for data in (before, after)]
     had, has = ((table["alpha_first"] > EPSILON).sum() for table in tables)
     verdicts = {
@@ -573,7 +584,6 @@ def effect_of(normalizer: str, before: xr.Dataset, after: xr.Dataset) -> str:
         "It did not work": True,
     }
     verdict = next(words for words, holds in verdicts.items() if holds)
-    found = Findings(before)
     parts = [
         f"{verdict}: {counted(had, 'head')} had a sink at {first_token(before)} in {found.window}, {has:,} with it"
     ]
