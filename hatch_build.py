@@ -22,7 +22,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 NATIVE = "src/qkv/native"
-FUNCTIONS = ("qkv_attend", "qkv_decode", "qkv_gradients", "qkv_pool", "qkv_eigenvalues")
+FUNCTIONS = ("qkv_attend", "qkv_decode", "qkv_gradients", "qkv_pool", "qkv_eigenvalues", "qkv_nodes")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Wno-psabi")
 X86 = {f"v{n}": [f"-march=x86-64-v{n}"] for n in (2, 3, 4)}
 X86["products"] = [*X86["v4"], "-mavx512bf16", "-DBFLOAT16"]

@@ -778,3 +778,24 @@ def test_an_earlier_call_changes_a_later_one(calls: list[dict[str, Any]]) -> Non
                 fresh.setattr(native.binding, name, getattr(native.binding, name).__wrapped__)
             alone = numbers(**call)
         assert all(torch.equal(x, y) for x, y in zip(after, alone, strict=True))
+
+
+def test_sums_over_nodes_differ_little_from_those_over_scores() -> None:
+    """Not at all for polynomials of degree 5, also of a single score, and of rows with NaN or masked scores."""
+    scores = 2 * torch.randn(3, 5, 1237)
+    scores[:, :, 700:900] = -torch.inf
+    scores[0, 0, 1:] = -torch.inf
+    scores[0, 1], scores[0, 2, 5] = 3.0, torch.nan
+    visible = torch.where(scores > -torch.inf, scores, 0).double()
+    for n in (1237, 7, 1):
+        found = native.binding.nodes_of_rows(scores[..., :n])
+        assert found is not None
+        nodes, counts = (x.double() for x in found)
+        for power in range(6):
+            exact = (visible**power * (scores > -torch.inf))[..., :n].sum(-1)
+            scale = (visible.abs() ** power)[..., :n].sum(-1).clamp(min=1)
+            assert ((counts * nodes**power).sum(-1) - exact).abs().div(scale).max() < 1e-5, power
+        smooth = (torch.nn.functional.softplus(visible) ** 2 * (scores > -torch.inf))[..., :n].sum(-1)
+        sums = (torch.nn.functional.softplus(nodes) ** 2 * counts).sum(-1)
+        torch.testing.assert_close(sums, smooth, rtol=1e-4, atol=1e-4)
+    assert native.binding.nodes_of_rows(scores.double()) is None

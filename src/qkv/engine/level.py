@@ -1,14 +1,15 @@
 """The level of a row: found by search, by a closed form, and differentiated on a tile.
 
 The search finds the root of log Σ w(s, level), which decreases in the level; for a softmax it is a straight line. It
-takes secant steps, and bisects where these do not shrink the bracket. A sample of the keys gives the initial guess.
-Converged rows stop moving, so a row's result does not depend on the others in the batch.
+takes secant steps, and bisects where these do not shrink the bracket. On CPU the initial guess is the root of a sum
+over few nodes instead of all scores (nodes.c). Converged rows stop moving, so a row's result does not depend on the
+others in the batch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +17,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._contract import overrides
+from qkv._lazy import above
 from qkv.engine.tiles import spans
+from qkv.engine.transforms import plain_torch
 from qkv.errors import InputError
 from qkv.normalizers import Normalizer, Scores, SumToOne, checked_shape, weights_of
 
 PerRow = Float[Tensor, "*n"]
+EVERY = slice(None)
 
 STEPS = 200  # most steps of a search: bisection alone needs fewer
-GROUP, STEP = 8, 32  # the initial guess samples two of this many keys, each this many after the last
-FEW = 512  # with at most this many keys there is no initial guess from a sample
-TOLERANCE = 4  # of log Σ w, in eps
+FEW = 128  # with at most this many keys there is no initial guess
+TOLERANCE = 16  # of log Σ w, in eps
 JUMP = 0.01  # tolerance of log Σ w at a fully converged level: more is a discontinuity, not a rounding error
 FARTHEST = 1e12  # largest distance of the level from the largest score, in units of 1 + |score|
 
@@ -41,75 +44,77 @@ def level_of_rows(normalizer: Normalizer, scores: Scores) -> PerRow:
         return search_level(normalizer, scores)[0]
 
 
-def search_level(normalizer: Normalizer, scores: Scores, space: Scores | None = None) -> tuple[PerRow, Scores]:
+def search_level(
+    normalizer: Normalizer, scores: Scores, space: Scores | None = None, cut: slice = EVERY
+) -> tuple[PerRow, Scores]:
     """Return the level and weights of whole rows, by search; without gradients.
 
-    With `space`, the weights are in it, and the scores may change where they are masked.
+    With `space`, the weights are in it, and the scores may change where they are masked. Only scores in the columns
+    `cut` may be masked.
     """
     scores = scores.detach()
     top = scores.amax(-1)
     empty = top == -torch.inf
     weights = torch.empty_like(scores) if space is None else space
     scores = scores.clone() if space is None else scores
-    rows = _MaskedRows(normalizer, scores, top)
     start = top.masked_fill(empty, 0)
-    fall = torch.ones_like(start)
-    if scores.shape[-1] > FEW:
-        # Groups of keys some steps apart; the largest score of each, and another that stands for the rest of it.
-        groups = scores[..., : scores.shape[-1] // (GROUP * STEP) * (GROUP * STEP)].unflatten(-1, (-1, GROUP, STEP))
-        most = groups.amax(-2)
-        other = torch.where(groups[..., 0, :] == most, groups[..., 1, :], groups[..., 0, :])
-        sample = torch.cat([most, other], -1).flatten(-2)
-        best, some = sample.amax(-1), weights.flatten()[: sample.numel()].view(sample.shape)
-        sampled = _MaskedRows(normalizer, sample, best)
+    fall, tolerance = torch.ones_like(start), TOLERANCE * torch.finfo(scores.dtype).eps
+    nodes = above("qkv.native.binding", "nodes_of_rows")(scores) if scores.shape[-1] > FEW and plain_torch() else None
+    if nodes is not None:
+        at, counts = nodes
 
         def estimate(level: Tensor) -> Tensor:
-            largest, rest = sampled.weights(level, some).unflatten(-1, (-1, 2, STEP)).sum((-3, -1)).unbind(-1)
-            return largest + (GROUP - 1) * rest
+            near = checked_shape(normalizer, normalizer.weigh(at, level[..., None]), at)
+            return (near * counts).sum(-1).clamp(min=torch.finfo(at.dtype).tiny)
 
-        estimated, slope, sure = root(estimate, start, fall, best == -torch.inf, 1e-2)
+        estimated, slope, sure = root(estimate, start, fall, empty, tolerance)
         start, fall = torch.where(sure, estimated, start), torch.where(sure, slope, fall)
+    masked = masked_columns(normalizer, scores, cut)
+    fill_masked(scores, masked, start)
 
     def total(level: Tensor) -> Tensor:
-        return rows.weights(level, weights).sum(-1)
+        by_parts(normalizer, normalizer.weigh, scores, level, weights)
+        fill_masked(weights, masked)
+        return weights.sum(-1)
 
-    level, _, sure = root(total, start, fall, empty, TOLERANCE * torch.finfo(scores.dtype).eps)
+    level, _, sure = root(total, start, fall, empty, tolerance)
     if not bool(sure.all()):
         raise_no_level(normalizer, top, level, weights.sum(-1), sure)
     return level, weights  # at the final level
 
 
-class _MaskedRows:
-    """Rows of scores with masked entries (−inf), whose weights are 0; it may overwrite the masked scores."""
+Masked = tuple[slice, Bool[Tensor, "*n k"]]
 
-    def __init__(self, normalizer: Normalizer, scores: Scores, top: PerRow) -> None:
-        self.normalizer, self.scores = normalizer, scores
-        self.masked: Tensor | None = None
-        if normalizer.zero_at_minus_infinity:
-            return
-        where = (~(scores.flatten(0, -2).amin(0) > -torch.inf)).nonzero()[:, 0]
-        if len(where):  # most columns of a panel are not masked
-            self.columns = slice(int(where[0]), int(where[-1]) + 1)
-            some = scores[..., self.columns]
-            self.masked = some == -torch.inf
-            some.copy_(torch.where(self.masked, top.masked_fill(top == -torch.inf, 0)[..., None], some))
 
-    def weights(self, level: PerRow, out: Scores) -> Scores:
-        """Return weights at the given levels, in `out`."""
-        by_parts(self.normalizer, self.normalizer.weigh, self.scores, level, out)
-        if self.masked is not None:
-            out[..., self.columns].masked_fill_(self.masked, 0)
-        return out
+def masked_columns(normalizer: Normalizer, scores: Scores, cut: slice) -> Masked | None:
+    """Return which scores in the columns `cut` are masked; None if none is, or `weight` need not be kept from these."""
+    masked = scores[..., cut] == -torch.inf
+    if normalizer.zero_at_minus_infinity or not masked.numel():
+        return None
+    return (cut, masked) if bool(masked.any()) else None
+
+
+def fill_masked(x: Scores, masked: Masked | None, value: PerRow | None = None) -> None:
+    """Write the value of each row, or 0, where x is masked."""
+    if masked is not None:
+        columns, where = masked
+        some = x[..., columns]
+        some.masked_fill_(where, 0) if value is None else some.copy_(torch.where(where, value[..., None], some))
 
 
 PART = 2**17  # scores whose weights are computed at once: several tensors of them fit in cache
+
+
+def row_parts(scores: Scores) -> Iterator[slice]:
+    """Return slices of the queries with at most `PART` scores each, or one query."""
+    return spans(scores.shape[-2], max(1, PART * scores.shape[-2] // scores.numel()))
 
 
 def by_parts(
     normalizer: Normalizer, weigh: Callable[..., Scores], scores: Scores, level: PerRow | None, out: Scores
 ) -> Scores:
     """Return ``weigh(scores, level)`` in `out`, which may be the scores, computed for some of the queries at a time."""
-    for rows in spans(scores.shape[-2], max(1, PART * scores.shape[-2] // scores.numel())):
+    for rows in row_parts(scores):
         some = scores[..., rows, :]
         weights = weigh(some, None if level is None else level[..., rows, None])
         out[..., rows, :] = checked_shape(normalizer, weights, some)
@@ -124,39 +129,39 @@ def root(
     `fall` is an initial guess of the negative slope. Rows that are `empty` keep their start value.
     """
     eps, tiny = torch.finfo(start.dtype).eps, torch.finfo(start.dtype).tiny
-    x, done = start, empty
+    x, done, farthest = start, empty, FARTHEST * (1 + start.abs())
     low, high = torch.full_like(x, -torch.inf), torch.full_like(x, torch.inf)  # total > 1 at low, < 1 at high
     before, y_before = x + torch.nan, x + torch.nan
     width = torch.ones_like(x)  # length of the last step
-    span = torch.full_like(x, torch.inf)  # width of the bracket three steps ago
+    span = high  # width of the bracket three steps ago
     for number in range(STEPS):
         y = torch.log(total(x))
-        low, high = torch.where(y > 0, x, low), torch.where(y < 0, x, high)
-        gap = high - low
+        rises, distance, size = y > 0, y.abs(), x.abs()
+        low, high = torch.where(rises, x, low), torch.where(rises, high, x)
+        gap, least = high - low, eps * size + tiny
         # The level has a relative rounding error, which log Σ w inherits times its slope, about 1.
-        near = (y.abs() <= tolerance * (1 + x.abs() / 4)) | y.isnan() | empty
-        done = done | near | (gap <= 2 * eps * x.abs() + tiny)
-        slope_between = (y_before - y) / (x - before)
-        fall = torch.where((slope_between > 0) & (slope_between < torch.inf) & ~done, slope_between, fall)
-        lost = ~done & ((x - start).abs() > FARTHEST * (1 + start.abs()))
-        if bool((done | lost).all()):
+        near = ~(distance > tolerance + tolerance / 4 * size)  # True for NaN
+        done = done | near | (gap <= 2 * least)
+        stopped = done | (size > farthest)
+        if bool(stopped.all()):
             break
-        move = y / (fall if number == 0 else slope_between)  # secant step
-        # Without a bracket the steps may grow; where the secant step is invalid, they double. A step of 0 counts as one
-        # rounding error, else the doubling would never leave the level.
-        forward = move * y
-        move = torch.where((forward > 0) & (forward < torch.inf), move.abs().minimum(8 * width), 2 * width)
-        beyond = x + torch.where(y > 0, move, -move)
-        middle = low + gap / 2
+        slope = (y_before - y) / (x - before)  # NaN for a row that has stopped
+        valid = (slope > 0) & (slope < torch.inf)
+        fall = torch.where(valid, slope, fall)
+        # Secant step. Without a bracket the steps may grow; where the secant step is invalid, they double. A step of 0
+        # counts as one rounding error, else the doubling would never leave the level.
+        move = (distance / fall).minimum(8 * width)
+        move = move if number == 0 else torch.where(valid, move, 2 * width)
+        beyond = x + torch.copysign(move, y)
         inside = (beyond > low) & (beyond < high)
         if number % 3 == 0:
             inside &= gap <= span / 2
             span = gap
-        new = torch.where((gap < torch.inf) & ~inside, middle, beyond)
-        new = torch.where(done | lost, x, new)
-        width = torch.where(done, width, (new - x).abs().maximum(eps * x.abs() + tiny))
+        new = torch.where(inside | (gap == torch.inf), beyond, low + gap / 2)
+        new = torch.where(stopped, x, new)
+        width = (new - x).abs().maximum(least)
         before, y_before, x = x, y, new
-    return x, fall, near | (done & (y.abs() <= JUMP))
+    return x, fall, near | empty | (done & (distance <= JUMP))
 
 
 def raise_no_level(normalizer: Normalizer, top: PerRow, level: PerRow, total: PerRow, sure: Bool[Tensor, "*n"]) -> None:
@@ -179,18 +184,18 @@ def raise_no_level(normalizer: Normalizer, top: PerRow, level: PerRow, total: Pe
 
 def solved_weights(
     normalizer: Normalizer, scores: Scores, learned: Mapping[str, Tensor], level: PerRow | None = None,
-    space: Scores | None = None,
+    space: Scores | None = None, cut: slice = EVERY,
 ) -> tuple[Scores, PerRow]:  # fmt: skip
-    """Return the weights of whole rows, and their level, found if it is not known; −inf where masked.
+    """Return the weights of whole rows, and their level, found if it is not known; −inf where masked, inside of `cut`.
 
     Differentiable in the scores and learned tensors, by the implicit function theorem; not with `space`, which is as of
     `search_level`.
     """
     if torch.is_grad_enabled() and (scores.requires_grad or learned):
-        weights, level = _Solved.apply(normalizer, level, scores, *learned.values())
+        weights, level = _Solved.apply(normalizer, level, cut, scores, *learned.values())
         return weights, level
     if level is None and not overrides(normalizer, SumToOne, "level_of"):
-        level, weights = search_level(normalizer, scores, space)
+        level, weights = search_level(normalizer, scores, space, cut)
         return weights, level
     level = level_of_rows(normalizer, scores) if level is None else level
     if space is None:
@@ -203,40 +208,62 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, normalizer: Normalizer, level: Tensor | None, scores: Tensor, *learned: Tensor
+        ctx: Any, normalizer: Normalizer, level: Tensor | None, cut: slice, scores: Tensor, *learned: Tensor
     ) -> tuple[Tensor, Tensor]:
         level = level_of_rows(normalizer, scores) if level is None else level.clone()
+        weights, *derivatives = results = [torch.empty_like(scores) for _ in range(3)]
+        for rows in row_parts(scores):
+            some, at = scores[..., rows, :], level[..., rows]
+            masked = masked_columns(normalizer, some, cut)
+            if masked is not None:
+                fill_masked(some := some.clone(), masked, at)
+            for x, result in zip(results, _derivatives(normalizer, some, at), strict=True):
+                x[..., rows, :] = result
+                fill_masked(x[..., rows, :], masked)
         ctx.normalizer = normalizer
-        ctx.recorded = _recorded(normalizer, scores.detach(), level[..., None].expand_as(scores).detach())
-        ctx.save_for_backward(scores, level, *learned)
-        return ctx.recorded[2].detach(), level
+        ctx.save_for_backward(scores, level, *derivatives, *learned)
+        return weights, level
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_level: Tensor) -> tuple[Tensor | None, ...]:
-        scores, level, *learned = ctx.saved_tensors
+        scores, level, slopes, rises, *learned = ctx.saved_tensors
         normalizer, again = ctx.normalizer, torch.is_grad_enabled()
         if again and learned:
             raise InputError(
                 f"{type(normalizer).__name__}: create_graph is True, but a SumToOne normalizer with learned "
                 "tensors has no second derivatives; expected create_graph=False"
             )
-        s, at, weights = ctx.recorded
         if again:  # aliases give partial derivatives, since the level also depends on the scores
-            s, at, weights = _recorded(normalizer, scores.view_as(scores), level[..., None].expand_as(scores))
-        ones = torch.ones_like(weights)  # a weight depends on its own score alone, and so does its derivative
-        slopes, rises = torch.autograd.grad(weights, (s, at), ones, create_graph=again, retain_graph=True)
+            s, at = scores.view_as(scores), level[..., None].expand_as(scores)
+            weights = weights_of(normalizer, s, at)
+            slopes, rises = torch.autograd.grad(weights, (s, at), torch.ones_like(weights), create_graph=True)
         total = rises.sum(-1)
         through_level = (grad_level + (grad * rises).sum(-1)) / torch.where(total == 0, 1.0, total)
         of_weights = grad - through_level.masked_fill(total == 0, 0)[..., None]
-        of_learned = torch.autograd.grad(weights, learned, of_weights, allow_unused=True) if learned else ()
-        return None, None, slopes * of_weights, *of_learned
+        return None, None, None, slopes * of_weights, *_of_learned(normalizer, scores, level, of_weights, learned)
 
 
 @torch.enable_grad()
-def _recorded(normalizer: Normalizer, scores: Tensor, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores and levels that require gradients, and their weights."""
-    scores, level = (x if x.requires_grad else x.detach().requires_grad_() for x in (scores, level))
-    return scores, level, weights_of(normalizer, scores, level)
+def _derivatives(normalizer: Normalizer, scores: Scores, level: PerRow) -> tuple[Scores, Scores, Scores]:
+    """Return the weights of scores, none of them masked, and their derivatives in the score and in the level."""
+    s, at = (x.detach().requires_grad_() for x in (scores, level[..., None].expand_as(scores)))
+    weights = checked_shape(normalizer, normalizer.weigh(s, at), s)
+    # A weight depends on its own score alone, and so does its derivative.
+    slopes, rises = torch.autograd.grad(weights, (s, at), torch.ones_like(weights))
+    return weights.detach(), slopes, rises
+
+
+@torch.enable_grad()
+def _of_learned(
+    normalizer: Normalizer, scores: Scores, level: PerRow, grad: Scores, learned: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of learned tensors, given that of the weights at a fixed level."""
+    sums: list[Tensor | None] = [None] * len(learned)
+    for rows in row_parts(scores) if learned else ():
+        weights = weights_of(normalizer, scores[..., rows, :].detach(), level[..., rows, None].detach())
+        found = torch.autograd.grad(weights, learned, grad[..., rows, :], allow_unused=True)
+        sums = [a if b is None else b if a is None else a + b for a, b in zip(sums, found, strict=True)]
+    return sums
 
 
 def sink_weight(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:
@@ -246,5 +273,7 @@ def sink_weight(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:
 
 def sink_slope(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:
     """Return −∂ weight / ∂ level of a sink at the level of each row."""
-    _, at, weights = _recorded(normalizer, sink.expand_as(level)[..., None], level[..., None])
-    return -torch.autograd.grad(weights, at, torch.ones_like(weights))[0][..., 0]
+    sink = sink.expand_as(level)[..., None]
+    masked = sink == -torch.inf
+    _, _, rises = _derivatives(normalizer, torch.where(masked, level[..., None], sink), level)
+    return -rises.masked_fill(masked, 0)[..., 0]

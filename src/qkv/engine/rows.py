@@ -142,7 +142,7 @@ def row_weights(
             for i in range(len(scores) if first.linear else 0, len(columns)):
                 spaces[i].copy_(columns[i])
         space = None if scratch is None else scratch.take(1, row.shape)
-        weights, level = solved_weights(normalizer, row, normalizer.tensors(), level, space)
+        weights, level = solved_weights(normalizer, row, normalizer.tensors(), level, space, _cut(tiles, columns))
         if normalizer.one_key:
             weights, chosen = _one_key(tiles, row, weights)
         numerators = weights.split([x.shape[3] for x in scores] + [1] * (sink is not None), -1)
@@ -166,6 +166,13 @@ def row_weights(
         level, sum_of_weights, chosen, numerators=numerators, kept=kept, dropout=dropout, divisor=total,
         sink_weight=sink_weight, by_distance=by_distance,
     )  # fmt: skip
+
+
+def _cut(tiles: Sequence[Tile], columns: Sequence[Tensor]) -> slice:
+    """Return the columns of whole rows, those of the tiles and of a sink, in which a score may be masked."""
+    edges = [0, *itertools.accumulate(x.shape[3] for x in columns)]
+    cut = [i for i in range(len(columns)) if i == len(tiles) or tiles[i].masked is not None or not tiles[i].linear]
+    return slice(edges[cut[0]], edges[cut[-1] + 1]) if cut else slice(0, 0)
 
 
 def safe_divisor(total: Tensor) -> Tensor:

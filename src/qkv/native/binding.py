@@ -100,7 +100,19 @@ class Spectra(ctypes.Structure):
     _fields_ = (("matrices", P), *((name, I64) for name in ("count", "n", "few")), ("shares", P), ("threads", I64))
 
 
-FUNCTIONS = {"attend": Arguments, "decode": Arguments, "gradients": Gradients, "pool": Pool, "eigenvalues": Spectra}
+class Nodes(ctypes.Structure):
+    """`Nodes` of nodes.c."""
+
+    _fields_ = (
+        ("scores", P), *((name, I64) for name in ("rows", "n", "threads")), ("first", P), ("step", P), ("counts", P)
+    )  # fmt: skip
+
+
+N_NODES = 69  # as in nodes.c
+FUNCTIONS = {
+    "attend": Arguments, "decode": Arguments, "gradients": Gradients, "pool": Pool, "eigenvalues": Spectra,
+    "nodes": Nodes,
+}  # fmt: skip
 
 
 @functools.cache
@@ -602,6 +614,20 @@ def leading_shares(matrices: Float[Tensor, "*b n n"], few: int) -> Float[Tensor,
     spread = spread.flip(-1).clamp(min=0).to(matrices.device)
     shares = spread / spread.sum(-1, keepdim=True).clamp(min=torch.finfo(spread.dtype).tiny)
     return torch.nn.functional.pad(shares[..., :few], (0, max(0, few - shares.shape[-1]))).where(finite, torch.nan)
+
+
+def nodes_of_rows(scores: Float[Tensor, "*n k"]) -> tuple[Float[Tensor, "*n nodes"], Float[Tensor, "*n nodes"]] | None:
+    """Return nodes and counts such that Σⱼ f(scoreⱼ) is nearly Σ count · f(node) for every smooth f, by the library.
+
+    Scores of −inf are left out. None if the library cannot compute them.
+    """
+    scores, (*shape, n) = scores.contiguous(), scores.shape
+    if not _reduces(scores):
+        return None
+    first, step, counts = empty(*shape, 1), empty(*shape, 1), empty(*shape, N_NODES)
+    places = (x.data_ptr() for x in (first, step, counts))
+    _reduce("nodes", Nodes(scores.data_ptr(), first.numel(), n, _threads(scores.numel()), *places))
+    return first + step * torch.arange(N_NODES, dtype=torch.float32, device=CPU), counts
 
 
 def _reduces(x: Tensor) -> bool:

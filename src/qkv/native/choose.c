@@ -71,6 +71,7 @@ CHOOSE(qkv_gradients, qkv_gradients_v4)
 CHOOSE(qkv_decode, qkv_decode_v4)
 CHOOSE(qkv_pool, qkv_pool_v4)
 CHOOSE(qkv_eigenvalues, qkv_eigenvalues_v4)
+CHOOSE(qkv_nodes, qkv_nodes_v4)
 #else
 int qkv_level(void) { return 0; }
 #define CHOOSE(name) \
@@ -81,4 +82,5 @@ CHOOSE(qkv_decode)
 CHOOSE(qkv_gradients)
 CHOOSE(qkv_pool)
 CHOOSE(qkv_eigenvalues)
+CHOOSE(qkv_nodes)
 #endif

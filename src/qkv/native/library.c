@@ -34,4 +34,5 @@
 #include "decode.c"
 #include "gradients.c"
 #include "reductions.c"
+#include "nodes.c"
 #endif
