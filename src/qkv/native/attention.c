@@ -840,11 +840,12 @@ int qkv_attend(const Call *c) {
     const int64_t bins = c->map ? ((c->nq + c->bin_q - 1) / c->bin_q) * ((c->nk + c->bin_k - 1) / c->bin_k) : 0;
     const int64_t map = of_pairs(c) ? 0 : bins;
     const int64_t size = c->rows ? nkp + 2 * (c->n_prefix + map) : 0, maxima = size - map; /* sums, then maxima */
-    const int64_t k_size = nkp / PW * key_size(c->d) * 4, v_size = c->out ? nkp / PW * value_size(c->dv) * 4 : 0;
+    const int64_t held = up(c->nk, CELL); /* a short text has few: malloc returns more than 128 KiB to the system in each call */
+    const int64_t k_size = held / PW * key_size(c->d) * 4, v_size = c->out ? held / PW * value_size(c->dv) * 4 : 0;
     const int64_t q_size = STRIPS * query_size(c->d) * 4, factors = c->out ? BUFFERS * (TILE / PW * WEIGHT_SIZE) * 4 : 0;
     const int64_t scores = SEPARATE_SCORES && c->rows ? RS * TILE * 4 : 0;
-    const int64_t cells = nkp / CELL; /* of all keys, and the most that a block of queries sees */
-    const int64_t most = min64(c->cells ? c->widest : cells, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
+    const int64_t cells = nkp / CELL; /* of all keys; `most`: those that a block of queries sees at most */
+    const int64_t most = min64(c->cells ? c->widest : held / CELL, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
     const int64_t p_size = (c->rows || has_level(c) ? BLOCK * CELL * most : RS * TILE) * 4;
     const int64_t candidates = has_level(c) ? CELL * most * 4 : 0;
     const double work = (double)c->b * c->h * c->nq * c->nk * (c->d + c->dv);

@@ -297,9 +297,11 @@ def of_tensors(
     """
     if dtype is None:
         dtype = torch.float32 if q.dtype is torch.float32 else products(q, k, v)
-    if not (q.dtype is k.dtype is v.dtype is dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1):
+    strides = q.stride(), k.stride(), v.stride()
+    if not (q.dtype is k.dtype is v.dtype is dtype and strides[0][3] == strides[1][3] == strides[2][3] == 1):
         q, k, v = _in_memory(q, dtype), _in_memory(k, dtype), _in_memory(v, dtype)
-    layout = _layout(dtype, scale, band, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+        strides = q.stride(), k.stride(), v.stride()
+    layout = _layout(dtype, scale, band, q.shape, k.shape, v.shape, *strides)
     if layout is None or isinstance(library(), str):
         return None
     arguments = Arguments.from_buffer_copy(layout[0])

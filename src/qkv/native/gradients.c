@@ -56,7 +56,7 @@ typedef struct {
     float *ds;                /* dscore of a run, or of all if there are levels, like p */
     vf falls[BLOCK], moves[BLOCK]; /* of a row with a level, by lane: sums of w', and of w' times the bracket */
     double shift[BLOCK];      /* sums of dscore of a row */
-    float *dk, *dv;           /* dk / scale, and dv: sums of this thread of nkp keys, in the order of the instruction set */
+    float *dk, *dv;           /* dk / scale, and dv: sums of this thread of whole cells of keys, in the order of the instruction set */
     float *received;          /* gradient of what the keys received [nkp], 0 if none */
     double *tables;           /* sums of this thread for biases [bias][head of the group][nq + nk - 1] */
     float lse[BLOCK], mass[BLOCK], constant[BLOCK], bits[BLOCK], weight[BLOCK], far[BLOCK];
@@ -425,12 +425,13 @@ static void write_tables(const Gradients *b, const GradientSpace *g, int64_t uni
 int qkv_gradients(const Gradients *b) {
     const Call *c = &b->call;
     const int64_t d = c->d, dv = b->grad_out ? c->dv : 0, dp = output_width(d), dvp = output_width(dv);
-    const int64_t nkp = up(c->nk, TILE), k_size = nkp / PW * key_size(d), v_size = nkp / PW * key_size(dv);
-    const int64_t k_rows = nkp / PW * value_size(d), q_size = STRIPS * query_size(d), grad = STRIPS * query_size(dv);
+    const int64_t nkp = up(c->nk, TILE), held = up(c->nk, CELL);
+    const int64_t k_size = held / PW * key_size(d), v_size = held / PW * key_size(dv);
+    const int64_t k_rows = held / PW * value_size(d), q_size = STRIPS * query_size(d), grad = STRIPS * query_size(dv);
     const int64_t q_rows = STRIPS * row_size(d), out_rows = STRIPS * row_size(dv), factors = TILE / PW * WEIGHT_SIZE;
     const int64_t group = c->h / c->hkv, units = c->b * c->hkv, blocks = (c->nq + BLOCK - 1) / BLOCK;
     const int64_t cells = nkp / CELL, tiles = nkp / TILE;
-    const int64_t most = min64(c->cells ? c->widest : cells, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
+    const int64_t most = min64(c->cells ? c->widest : held / CELL, up(c->high - c->low + BLOCK, CELL) / CELL + 1);
     const int64_t scores = b->grad_received || has_level(c) ? most * BLOCK * (CELL + PW) : BLOCK * (TILE + PW);
     const double work = (double)c->b * c->h * c->nq * c->nk * (d + dv);
     const int threads = work < 1e6 || c->threads < 2 ? 1 : c->threads;
@@ -442,7 +443,7 @@ int qkv_gradients(const Gradients *b) {
     const int64_t ds = has_level(c) ? scores : BLOCK * (TILE + PW);
     const int64_t kept = c->keep ? nkp + cells : 0, packed = (k_size + k_rows + v_size + kept) * 4 + 256;
     const int64_t own = up((int64_t)sizeof(GradientSpace)
-        + (q_size + grad + q_rows + out_rows + factors + BLOCK * dp + nkp * (dp + dvp + 1)) * 4
+        + (q_size + grad + q_rows + out_rows + factors + BLOCK * dp + held * (dp + dvp) + nkp) * 4
         + ((1 + caps) * scores + ds) * 4 + tables * 8 + most * (STRIPS * 4 + (int64_t)sizeof(Run)) + cells * 4
         + (alone ? packed : 0) + 2048, 4096);
     char *memory = aligned_alloc(4096, (size_t)up(threads * own + (alone ? 0 : packed), 4096));
@@ -455,7 +456,7 @@ int qkv_gradients(const Gradients *b) {
         char *mine = memory + me * own, *shared = memory + threads * own;
         GradientSpace *g = take(&mine, sizeof(GradientSpace));
         Space *s = &g->s;
-        g->dk = take(&mine, nkp * dp * 4), g->dv = take(&mine, nkp * dvp * 4), g->received = take(&mine, nkp * 4);
+        g->dk = take(&mine, held * dp * 4), g->dv = take(&mine, held * dvp * 4), g->received = take(&mine, nkp * 4);
         s->q = take(&mine, q_size * 4), g->grad = take(&mine, grad * 4), s->o = take(&mine, BLOCK * dp * 4);
         g->q_rows = take(&mine, q_rows * 4), g->out_rows = take(&mine, out_rows * 4);
         s->factors = take(&mine, factors * 4), s->late = (Late){0};
