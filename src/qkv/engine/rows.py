@@ -236,7 +236,8 @@ def row_blocks(
     """
     call = call if leaves is None else leaves.call
     table, n_queries, n_keys = sizes(call.q.device), call.q.shape[2], call.k.shape[2]
-    most = table.panel if call.pairwise is None else max(1, min(table.panel, table.pairs // call.q.shape[3]))
+    recorded = call.pairwise is not None and leaves is not None  # autograd keeps the intermediates of all scores
+    most = max(1, min(table.panel, table.pairs // call.q.shape[3])) if recorded else table.panel
     every = status_of_tiles(call, slice(0, call.q.shape[0]), slice(0, call.q.shape[1]), table.tile, table.tile)
     widest = max(1, *(len(row) - row.count(EMPTY) for row in every)) * table.tile
     widest = min(n_keys, widest if whole else table.tile)

@@ -24,8 +24,7 @@ class Sizes:
     heads: int
     """Query heads per tile. On CPU, a tile of all these heads should fit in cache."""
     pairs: int
-    """Largest intermediate of a pairwise score in a block of whole rows, in elements. Tiles of a fixed size may have
-    four times as many, and compute the score in chunks of rows."""
+    """Largest intermediate of a pairwise score, in elements."""
     panel: int
     """Scores of a block of whole rows."""
     picture: tuple[int, int]
@@ -36,8 +35,8 @@ class Sizes:
 
 # On CUDA a kernel launch costs more than a small tile, so tiles are large. (These sizes have not been tuned on a GPU.)
 BY_DEVICE = {
-    "cpu": Sizes(tile=256, heads=12, pairs=2**20, panel=2**21, picture=(128, 1024)),
-    "cuda": Sizes(tile=1024, heads=16, pairs=2**24, panel=2**25, picture=(1024, 4096)),
+    "cpu": Sizes(tile=256, heads=12, pairs=2**22, panel=2**21, picture=(128, 1024)),
+    "cuda": Sizes(tile=1024, heads=16, pairs=2**26, panel=2**25, picture=(1024, 4096)),
 }
 
 

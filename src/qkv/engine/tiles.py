@@ -290,11 +290,13 @@ class Tile:
         return multiplied(grad, self.v.mT, space).view(self.shape)
 
     def _pairwise(self, score: Pairwise) -> Scores:
-        """Return pairwise scores, in chunks of rows that bound the memory of intermediates."""
+        """Return pairwise scores, of so few queries and keys at a time that intermediates have a fixed memory."""
         heads = self.call.q.shape[1] if score.by_head else self.shape[1]
-        numbers = self.shape[0] * heads * self.shape[3] * self.q.shape[3]
-        k, parts = self.k.repeat_interleave(self.shape[1] // self.k.shape[1], 1), []
-        for q in self.q.split(max(1, 4 * sizes(self.q.device).pairs // numbers), 2):
+        pairs = max(1, sizes(self.q.device).pairs // (self.shape[0] * heads * self.q.shape[3]))
+        rows = min(self.shape[2], math.isqrt(pairs))
+        keys = self.k.repeat_interleave(self.shape[1] // self.k.shape[1], 1).split(pairs // rows, 2)
+
+        def scores_of(q: Tensor, k: Tensor) -> Tensor:
             scores = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
             expected = torch.Size((*q.shape[:3], k.shape[2]))
             if not isinstance(scores, Tensor) or scores.shape != expected:
@@ -303,8 +305,9 @@ class Tile:
                     f"{type(score).__name__}: scores returned {got} for q {tuple(q.shape)} and k {tuple(k.shape)}, "
                     f"expected {tuple(expected)}; a per-head parameter has shape (heads, 1, 1)"
                 )
-            parts.append(scores.to(self.dtype))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+            return scores.to(self.dtype)
+
+        return torch.cat([torch.cat([scores_of(q, k) for k in keys], 3) for q in self.q.split(rows, 2)], 2)
 
     def _apply(self, i: int, bias: Bias, scores: Scores) -> Scores:
         """Apply bias number i; it may overwrite the scores."""
