@@ -102,7 +102,7 @@ def fill_masked(x: Scores, masked: Masked | None, value: PerRow | None = None) -
         some.masked_fill_(where, 0) if value is None else some.copy_(torch.where(where, value[..., None], some))
 
 
-PART = 2**17  # scores whose weights are computed at once: several tensors of them fit in cache
+PART = 2**18  # scores whose weights are computed at once: several tensors of them fit in cache
 
 
 def row_parts(scores: Scores) -> Iterator[slice]:

@@ -35,7 +35,7 @@ class Sizes:
 
 # On CUDA a kernel launch costs more than a small tile, so tiles are large. (These sizes have not been tuned on a GPU.)
 BY_DEVICE = {
-    "cpu": Sizes(tile=256, heads=12, pairs=2**22, panel=2**21, picture=(128, 1024)),
+    "cpu": Sizes(tile=256, heads=12, pairs=2**22, panel=2**22, picture=(128, 1024)),
     "cuda": Sizes(tile=1024, heads=16, pairs=2**26, panel=2**25, picture=(1024, 4096)),
 }
 
