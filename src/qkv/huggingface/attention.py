@@ -157,13 +157,14 @@ def _class_globals(kind: type) -> dict[str, Any]:
 
 def configurations(model: nn.Module) -> list[Any]:
     """Every configuration that selects the attention implementation of some module of the model, each once."""
-    found = (
-        module.config
-        for module in model.modules()
-        if hasattr(getattr(module, "config", None), "_attn_implementation_internal")
-        and any(map(routes, module.modules()))
-    )
-    return list({id(config): config for config in found}.values())
+    found = dict[int, Any]()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+            continue
+        if any(map(routes, module.modules())):
+            found[id(config)] = config
+    return list(found.values())
 
 
 def read_mask(mask: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tuple[biases.Bias, ...], Tensor | None]:

@@ -105,6 +105,12 @@ static const float RAISE = 8;       /* the offset is raised if a score exceeds i
 
 INLINE int64_t first_of(const Call *c, int64_t batch) { return c->firsts ? c->firsts[batch] : 0; }
 
+/* The first key's part of all contributions, weights times norms of values; 0 in rows without any. */
+INLINE float share_of_first(float weight, float norm, double all) {
+    const double share = all == 0 ? 0 : weight * norm / all;
+    return share > 1 ? 1 : (float)share; /* rounding */
+}
+
 /* ---- Weights ---------------------------------------------------------------------------------------------------- */
 
 /* Scores s of one row, times scale, to weights p, and their sums: total, weight * log2 weight, squares, weight * place. The
@@ -734,7 +740,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         to_row[PREVIOUS * all] = weight_on(s, r, position - 1);
         to_row[NEXT * all] = weight_on(s, r, position + 1);
         to_row[ROW_SUM * all] = (float)(row->total * weight);
-        to_row[CONTRIBUTION * all] = (float)contribution[r];
+        to_row[CONTRIBUTION * all] = !norms ? 0 : share_of_first(to_row[SINK * all], norms[first_of(c, batch)], contribution[r]);
         s->infinite |= contribution[r] != contribution[r];
         for (int64_t i = 0; i < c->n_ranges; i++) {
             const int32_t *range = c->ranges + i * 2 * (c->range_batch ? c->b : 1) * c->nq + batch * c->range_batch;

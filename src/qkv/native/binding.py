@@ -29,7 +29,7 @@ from qkv.masks.base import in_reach
 from qkv.masks.convert import MaskBits, mask_bits, parts
 from qkv.native import LIBRARY, MISSING, described
 from qkv.normalizers import SumToOne
-from qkv.statistics.result import Place, Statistics, Thumbnail, bin_size, share_of_first
+from qkv.statistics.result import Place, Statistics, Thumbnail, bin_size
 
 if TYPE_CHECKING:
     from qkv.statistics.reduce import Request
@@ -491,8 +491,7 @@ def attend_and_measure(
     if call.normalizer.has_lse and not call.user.normalizer.has_lse:
         more["max_logit"] = None  # the scores are logarithms of pointwise weights
     if request.value_norms is not None:
-        whole = statistics._view("first_contribution")
-        more["first_contribution"] = share_of_first(statistics.sink, whole, norms, request.firsts)
+        more["first_contribution"] = statistics._view("first_contribution")
     if spans:
         sums = (statistics._view(i) for i in range(len(ranges)))
         more["mass"] = {name: functools.reduce(torch.add, itertools.islice(sums, len(x))) for name, x in spans.items()}

@@ -344,7 +344,7 @@ static int finish_head(const Call *c, const Keys *u, int64_t batch, int64_t head
         to_row[NEXT * all] = weight_of_key(u, r, position + 1);
         to_row[ROW_SUM * all] = (float)(row->total * weight);
         const double contribution = norms ? total_of(weights_of(u, r, lo), norms + lo, hi - lo) : 0;
-        to_row[CONTRIBUTION * all] = (float)contribution;
+        to_row[CONTRIBUTION * all] = !norms ? 0 : share_of_first(to_row[SINK * all], norms[first], contribution);
         finite &= contribution == contribution;
         for (int64_t x = 0; x < c->n_ranges; x++) {
             const int32_t *range = c->ranges + x * 2 * ends + batch * c->range_batch + i;

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from qkv.errors import InputError, first_line
 from qkv.models.loading import load_if_named
 from qkv.native.binding import description
 from qkv.profiler.capture import probes
-from qkv.profiler.capture.datasets import Recorded, datasets
+from qkv.profiler.capture.datasets import Probed, Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences, batches, sequences_of, special_ids
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer, unobserved
@@ -35,9 +35,6 @@ from qkv.profiler.data.tables import ROLES, TRAITS
 from qkv.profiler.data.variables import checked_custom
 from qkv.profiler.profiles import Profile
 from qkv.statistics import Statistic
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 
 def profile(
@@ -135,11 +132,12 @@ def profile(
             runs.append((batch, _checked(observer, partial)))
             recorded.append(Recorded(observer.records, sequences, statistics, recorder.group))
             residuals.append(hidden)
-    groups = datasets(recorded, tokenizer, local_window)
     is_shared = recorded[0].group is not None
-    probed = "not run: several processes share the sequence" if probe else "not requested"
+    said = "not run: several processes share the sequence" if probe else "not requested"
+    probed: Probed = {}
     if probe and not is_shared:
-        probed = _probe(model, runs[0][1].sequences, tokenizer, groups, layers, again=probe == "again")
+        said, probed = _probe(model, runs[0][1].sequences, tokenizer, layers, again=probe == "again")
+    groups = datasets(recorded, tokenizer, local_window, probed)
     ids = runs[0][1].sequences.source
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in runs[0][0].items() if isinstance(x, Tensor))
     attrs = attributes(model, loaded.name, time.perf_counter() - started) | {
@@ -148,30 +146,26 @@ def profile(
         "unobserved": unobserved(runs[0][1]),
         "sources": runs[0][1].sources,
         "checks": [asdict(checked) for checked in runs[0][1].checks],
-        "probes": probed,
+        "probes": said,
     }
     return Profile(groups, attrs, {} if is_shared else by_stack(residuals))  # a process sees those of its own shard
 
 
 def _probe(
-    model: nn.Module, sequences: Sequences, tokenizer: Any, groups: dict[str, xr.Dataset],
-    layers: Collection[int] | None, *, again: bool,
-) -> str:  # fmt: skip
-    """Add the scores of the synthetic texts to the groups; returns "run", or the reason why they were not run."""
+    model: nn.Module, sequences: Sequences, tokenizer: Any, layers: Collection[int] | None, *, again: bool
+) -> tuple[str, Probed]:
+    """Run the synthetic texts: "run", or the reason why they were not run, and the scores of the heads on them."""
     ids = sequences.source
     if ids is None:
-        return "not run: the model does not read token ids"
+        return "not run: the model does not read token ids", {}
     real = sequences.real_source.get(ids.shape[1])
     try:
         text = ids[:1] if real is None else ids[:1, real[0]]
-        found = probes.probe(model, text, special_ids(model, tokenizer), layers, again=again)
+        return "run", probes.probe(model, text, special_ids(model, tokenizer), layers, again=again)
     except InputError as error:  # the model may not accept texts that short
-        return f"not run: {error}"
+        return f"not run: {error}", {}
     except Exception as error:  # raised by the model: it may need pixels besides ids, or texts of one fixed length
-        return f"not run: {type(error).__name__}: {first_line(error)}"
-    for group in groups.values():
-        probes.add_to(group, found)
-    return "run"
+        return f"not run: {type(error).__name__}: {first_line(error)}", {}
 
 
 def _check_settings(

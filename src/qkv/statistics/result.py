@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -137,6 +138,12 @@ class Statistics:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             value = vars(self)[name] = self._view(name)
             return value
+
+    def with_thumbnail(self, thumbnail: Thumbnail | None) -> Statistics:
+        """Return the same statistics with another thumbnail; fields that were not read yet stay so."""
+        other = copy.copy(self)
+        vars(other)["thumbnail"] = thumbnail
+        return other
 
     def named(self, name: str) -> Float[Tensor, "b h n"] | None:
         """Return a statistic or a mass by its name; None if it was not measured."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xarray as xr
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -94,6 +95,10 @@ def without_values(observed: ObservedCall) -> ObservedCall:
     return replace(observed, call=replace(observed.call, v=v, user=replace(observed.call.user, v=v)))
 
 
+Probed = Mapping[tuple[str, int], Mapping[str, Float[Tensor, " h"]]]
+"""Scores of every head on the probe texts, by module and layer."""
+
+
 @dataclass(frozen=True, eq=False)
 class Recorded:
     """The records of one run."""
@@ -104,13 +109,17 @@ class Recorded:
     group: ProcessGroup | None = None
 
 
-def datasets(runs: list[Recorded], tokenizer: Any, local_window: int) -> dict[str, xr.Dataset]:
-    """One data set for each group, with the runs concatenated along `text`."""
+def datasets(
+    runs: list[Recorded], tokenizer: Any, local_window: int, probed: Probed | None = None
+) -> dict[str, xr.Dataset]:
+    """One data set for each group, with the runs concatenated along `text`, and the scores of the probe texts."""
     parts: dict[str, list[Arrays]] = {}
     for run in runs:
         for group, records in grouped(run.records).items():
             tokens = Tokens(run.sequences, tokenizer, group, run.group)
-            parts.setdefault(group, []).append(_arrays(records, tokens, local_window, run.statistics))
+            arrays = _arrays(records, tokens, local_window, run.statistics)
+            arrays.variables.update(_of_probes(records, probed or {}))
+            parts.setdefault(group, []).append(arrays)
     return {group: joined(found) for group, found in parts.items()}
 
 
@@ -195,6 +204,14 @@ def _arrays(records: list[Record], tokens: Tokens, local_window: int, statistics
             "special_tokens": [t for t in tokens.special if t in key_names],
         },
     )
+
+
+def _of_probes(records: list[Record], probed: Probed) -> dict[str, tuple[Any, ...]]:
+    """The scores of the heads of these layers; NaN at layers that were not probed."""
+    layers = [probed.get((record.module, record.layer), {}) for record in records]
+    missing = torch.full((records[0].shape[1],), torch.nan)
+    rows = {name: [one.get(name, missing).float().cpu() for one in layers] for scores in layers for name in scores}
+    return {name: (VARIABLES[name].dims, torch.stack(x).numpy(), VARIABLES[name].attrs) for name, x in rows.items()}
 
 
 def _found(record: Record, name: str) -> Tensor | None:

@@ -227,9 +227,6 @@ def _check_ids(model: nn.Module, sequences: Sequences) -> None:
     """Check the number of tokens and their ids against the model's configuration, as far as it states limits."""
     own: Any = getattr(model, "config", None)
     limit = getattr(own, "context", None) or positions(model)
-    # Rotary positions have no last one, and neither have models of qkv without learned ones.
-    endless = any("rotary" in type(module).__name__.lower() for module in model.modules())
-    endless |= getattr(own, "positions", "learned") != "learned"
     for argument, x in (("inputs", sequences.source), ("target", sequences.target)):
         if x is None:
             continue
@@ -237,6 +234,9 @@ def _check_ids(model: nn.Module, sequences: Sequences) -> None:
             raise InputError(f"{argument} has no tokens, expected at least one")
         name, too_many = type(model).__name__, limit is not None and x.shape[1] > limit
         said = f"{argument} has {x.shape[1]:,} tokens, expected at most {limit:,}, " if too_many else ""
+        # Rotary positions have no last one, and neither have models of qkv without learned ones.
+        endless = too_many and any("rotary" in type(module).__name__.lower() for module in model.modules())
+        endless |= getattr(own, "positions", "learned") != "learned"
         if too_many and endless and BEYOND.get() is None:
             warnings.warn(f"{said}for which {name} was trained", stacklevel=user_frame())
         elif too_many and not endless:

@@ -15,7 +15,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import xarray as xr
 import xxhash
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches, positions, vocabulary
 from qkv.profiler.capture.interventions import ACTIVE
 from qkv.profiler.capture.record import weights_of
-from qkv.profiler.data.variables import VARIABLES
 from qkv.statistics.measure import rows_in_shares
 
 
@@ -104,7 +102,7 @@ class _Reader:
             type(module),
             WeakIdRef(type(module).forward),
             [(name, self.places[id(x)]) for name, x in module._modules.items() if x is not None],
-            [(name, self.key(x)) for name, x in tensors if x is not None],
+            [(name, type(x), self._of_tensor(x)) for name, x in tensors if x is not None],
             [
                 (name, repr(x) if type(x) in PLAIN else self.key(x))
                 for name, x in vars(module).items()
@@ -142,7 +140,7 @@ class _Reader:
         return [self.key(one) for one in (*parts[:3], [*(parts[3] or ())], [*(parts[4] or ())])]
 
     def _of_tensor(self, x: Tensor) -> Any:
-        about = x.dtype, x.shape, self.key(vars(x))
+        about = x.dtype, x.shape, [(name, self.key(one)) for name, one in vars(x).items()]
         if type(x) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(x):
             names, context = x.__tensor_flatten__()
             return about, self.key(context), [self.key(getattr(x, name)) for name in names]
@@ -267,19 +265,6 @@ def _probed(
     for scores, a, _ in weights(twice):
         scores.update(_second_half(a, len(start), once))
     return found
-
-
-def add_to(data: xr.Dataset, found: dict[tuple[str, int], Scores]) -> xr.Dataset:
-    """Add the scores to a group's data set; NaN at layers that were not probed."""
-    modules = list(zip(data["module"].values.tolist(), data["layer"].values.tolist(), strict=True))
-    names = {name: None for key in modules for name in found.get(key, {})}
-    heads = data.sizes["head"]
-    missing, made = torch.full((heads,), torch.nan), {}
-    for name in names:
-        rows = torch.stack([found.get(key, {}).get(name, missing).float().cpu() for key in modules])
-        made[name] = (VARIABLES[name].dims, rows.numpy(), VARIABLES[name].attrs)
-    data.update(made)
-    return data
 
 
 def _frame(ids: Tensor, special: set[int]) -> tuple[Tensor, Tensor]:

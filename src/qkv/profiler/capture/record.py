@@ -154,7 +154,7 @@ class Measures:
         assert statistics.thumbnail is not None
         weights = statistics.thumbnail.mean
         small = thumbnail(weights, self.map_bins) if pooled else None
-        return result, replace(statistics, thumbnail=small), weights
+        return result, statistics.with_thumbnail(small), weights
 
     def record(
         self,
