@@ -122,6 +122,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, bytes]], Any], str]] = {
     "shift": (described(shift=32), "shift 32"),
     "bytes": (described(bytes=5), "bytes 5"),
     "dtype": (described(dtype="object"), "data type 'object'"),
+    "order": (described(ordered_by="visible_queries"), "ordered_by"),
     "a bomb": (stream(bytes(2**28)), f"has not the {SIZE} bytes"),
     "short": (stream(bytes(SIZE - 1)), f"has not the {SIZE} bytes"),
     "more": (stream(bytes(SIZE), b"x"), f"has not the {SIZE} bytes"),

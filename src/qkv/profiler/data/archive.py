@@ -3,8 +3,9 @@
 The header, profile.json, has the attributes, and the dimensions, data type and shape of every array. In
 arrays.safetensors an array is a tensor of bytes, compressed by zlib: its numbers as unsigned integers, shifted right by
 the low bits that are 0 in all of them; first the highest byte of every number, then the next lower one, and so on. The
-last bytes of a statistic are close to random, so zlib only counts how frequent bytes are, and looks for runs. What is
-the same in neighbouring heads or layers is stored once.
+last bytes of a statistic are close to random, so zlib only counts how frequent bytes are, in short blocks, and looks
+for runs. What is the same in neighbouring heads or layers is stored once. The numbers of a head may be in the ascending
+order of a statistic that is related to them, since like numbers are then in the same blocks.
 
 A file may be a stranger's: all that it declares is checked before anything is allocated.
 """
@@ -27,7 +28,7 @@ from qkv._untrusted import DIRECTORY, Budget, check_version, parse_json, read_zi
 from qkv.errors import InputError
 
 FORMAT = "qkv-profile"
-VERSION = 3  # increase it when an older qkv could misread a file that this version writes
+VERSION = 4  # increase it when an older qkv could misread a file that this version writes
 
 PARTS = ("groups", "residual")  # the header has the data sets of each by name
 HEADER, ARRAYS = "profile.json", "arrays.safetensors"
@@ -37,6 +38,12 @@ STRING_BYTES = 64  # a pointer and a short string
 
 SIGNIFICANT_BITS = 12
 ROUNDED = {"significant_bits": SIGNIFICANT_BITS}  # attributes of a rounded profile
+ORDERED_BY = {
+    "sink": "entropy", "previous": "self", "effective_keys": "entropy", "received": "self", "local": "self",
+    "streaming_mass": "effective_keys", "first_contribution": "sink", "max_logit": "lse", "query_norm": "max_logit",
+    "key_norm": "query_norm", "value_norm": "key_norm", "map_mean": "map_max",
+}  # fmt: skip
+"""Statistics, and those before them in a data set by which the numbers of each head are put in order in a file."""
 OF_TOKENS = {"query", "key", "token", "query_bin", "key_bin"}
 
 
@@ -76,10 +83,12 @@ def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: di
         for name, data in parts[part].items():
             variables = {str(variable): _described(str(variable), data) for variable in data.variables}
             header[part][name] = {"attrs": data.attrs, "variables": variables}
+            values = dict[str, np.ndarray]()
             for variable, about in variables.items():
                 if about["dtype"] != "string":
                     x = data.variables[variable]
-                    packed = _packed(x.values if exact else rounded(x), about)
+                    values[variable] = x.values if exact else rounded(x)
+                    packed = _packed(values, variable, about)
                     tensors[f"{part}/{name}/{variable}"] = np.frombuffer(packed, np.uint8)
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
@@ -99,19 +108,31 @@ def _described(name: str, data: xr.Dataset) -> dict[str, Any]:
     return about | {"dtype": x.dtype.name}
 
 
-def _packed(values: np.ndarray, about: dict[str, Any]) -> bytes:
-    """The compressed bytes of an array; adds to its description what `_unpacked` needs."""
-    values = np.asarray(values, values.dtype.newbyteorder("="), order="C")
+def _order(by: np.ndarray, repeats: list[int]) -> np.ndarray:
+    """The places of the numbers stored of each head, in ascending order of the first 16 bits of another array's."""
+    codes = by[tuple(slice(None, None, max(repeat, 1)) for repeat in repeats)].view("u4") >> 16
+    order = np.argsort(codes.astype("u2").reshape(math.prod(codes.shape[:3]), -1), axis=1, kind="stable")
+    order += np.arange(len(order))[:, None] * order.shape[1]
+    return order.ravel()
+
+
+def _packed(arrays: dict[str, np.ndarray], name: str, about: dict[str, Any]) -> bytes:
+    """The compressed bytes of an array, the last of `arrays`; adds to its description what `_unpacked` needs."""
+    arrays[name] = values = np.asarray(arrays[name], arrays[name].dtype.newbyteorder("="), order="C")
     codes, about["repeats"] = values.view(f"u{values.itemsize}"), []
     for axis, size in enumerate(values.shape):
         along = np.moveaxis(codes, axis, 0)
         steps = [at for at in range(1, size) if (along[at] != along[at - 1]).any()] if axis < values.ndim - 1 else [1]
         about["repeats"].append(repeat := int(np.gcd.reduce([size, *steps])))
         codes = codes[(slice(None),) * axis + (slice(None, None, max(repeat, 1)),)]
+    by = arrays.get(ORDERED_BY.get(name, ""))
+    if by is not None and by.shape == values.shape and by.dtype == values.dtype == np.float32 and by.size:
+        about["ordered_by"] = ORDERED_BY[name]
+        codes = codes.ravel()[_order(by, about["repeats"])]
     used = int(np.bitwise_or.reduce(codes, axis=None))
     about["shift"] = shift = max((used & -used).bit_length() - 1, 0)
     about["bytes"] = size = max(-(-(used >> shift).bit_length() // 8), 1)
-    compressor = zlib.compressobj(memLevel=6, strategy=zlib.Z_RLE)  # short blocks, as heads differ
+    compressor = zlib.compressobj(memLevel=5, strategy=zlib.Z_RLE)  # blocks of 2,048 bytes
     places = [shift + 8 * at for at in reversed(range(size))]
     return b"".join([*(compressor.compress((codes >> at).astype(np.uint8).data) for at in places), compressor.flush()])
 
@@ -164,12 +185,12 @@ def _read_dataset(about: dict[str, Any], tensors: dict[str, np.ndarray], name: s
             budget.take(STRING_BYTES * len(texts))
             values = np.array([*texts, None], object)[:-1].reshape(shape)
         else:
-            values = _unpacked(tensors.pop(f"{name}/{variable}"), entry, budget)
+            values = _unpacked(tensors.pop(f"{name}/{variable}"), entry, variables, budget)
         (coords if entry["coordinate"] else variables)[variable] = xr.Variable(dims, values, dict(entry["attrs"]))
     return xr.Dataset(variables, coords, dict(about["attrs"]))
 
 
-def _unpacked(packed: np.ndarray, about: dict[str, Any], budget: Budget) -> np.ndarray:
+def _unpacked(packed: np.ndarray, about: dict[str, Any], before: dict[str, xr.Variable], budget: Budget) -> np.ndarray:
     """The array in the bytes that `_packed` wrote; ValueError if its description or its size is another."""
     shape, repeats, shift, size = (about[name] for name in ("shape", "repeats", "shift", "bytes"))
     if about["dtype"] not in NUMBERS or len(repeats) != len(shape):
@@ -193,6 +214,15 @@ def _unpacked(packed: np.ndarray, about: dict[str, Any], budget: Budget) -> np.n
         codes <<= 8 if dtype.itemsize > 1 else 0
         codes |= part
     codes <<= shift
+    if "ordered_by" in about:
+        by = before.get(str(about["ordered_by"]))
+        if by is None or by.shape != tuple(shape) or not by.dtype == dtype == np.float32:
+            raise ValueError(
+                f"an array is ordered_by {str(about['ordered_by'])[:80]!r}, no array of its shape before it"
+            )
+        budget.take(items * 16)
+        ordered, codes = codes, np.empty_like(codes)
+        codes.reshape(-1)[_order(by.values, repeats)] = ordered.ravel()
     for axis, repeat in enumerate(repeats):
         codes = codes.repeat(repeat, axis) if repeat > 1 else codes
     return codes.astype(dtype) if dtype.kind == "b" else codes.view(dtype)
