@@ -33,7 +33,7 @@ from fuzz.files.formats import GOLDEN as FORMATS
 from qkv._progress import bar, say, spinner
 from qkv.cli.profile import _show as show_profile
 from qkv.cli.shared import folder
-from qkv.cli.terminal import head_grid, show, table
+from qkv.cli.terminal import head_grid, show, sketch, table
 from qkv.models import DecoderConfig, DecoderLM, checkpoint, loading
 from qkv.profiler.data.findings import Findings
 
@@ -324,5 +324,10 @@ def test_grid_of_heads_has_every_head_in_its_place(monkeypatch: pytest.MonkeyPat
     assert [str(line) for line in blocks[:2]] == ["  ▀▀▀▀"] * 2
     pairs = [line.spans for line in blocks[:2]]
     assert len({str(span.style) for line in pairs for span in line}) == 4
+    weights = np.zeros((96, 48))
+    weights[0, 0], weights[95, 47], weights[95, 0] = 1, 0.1, 1e-4  # in bins of 2 × 2, of which the last is too small
+    line = sketch(weights)[-1]
+    assert (len(line), line.plain.count(" "), line.plain[-1]) == (2 + 24, 2 + 23, "▄")
     monkeypatch.setenv("NO_COLOR", "1")
     assert [str(line) for line in head_grid(types)[:3]] == ["  SF", "  IL", "  ·S"]
+    assert [line.plain.rstrip() for line in sketch(weights)] == ["  @", *[""] * 22, f"  {' ' * 23}#"]

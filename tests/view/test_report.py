@@ -20,7 +20,7 @@ from qkv.profiler import Profile
 from qkv.profiler.data import tables
 from qkv.profiler.data.tables import MIXED, ROLES
 from qkv.report import html as report
-from qkv.report.payload import display, payload, pooled_maps
+from qkv.report.payload import display, payload, pooled_maps, turns
 from viewer_fixture import HOSTILE, hostile
 
 
@@ -133,6 +133,21 @@ def test_the_page_holds_types_sinks_and_the_largest_activations_over_texts() -> 
 )
 def test_tokens_read_as_text(tokens: list[str], said: str) -> None:
     assert "".join(display(tokens)) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "roles"),
+    [
+        ("<|begin_of_text|> <|start_header_id|> user <|end_header_id|> \n\n Hi <|eot_id|> "
+         "<|start_header_id|> assistant <|end_header_id|> \n\n", [(1, 5, 6, "user"), (7, 11, 11, "assistant")]),
+        ("<bos> <start_of_turn> user \n Hi <end_of_turn> \n <start_of_turn> model \n",
+         [(1, 4, 5, "user"), (7, 10, 10, "model")]),
+        ("<|user|> \n Hi <|end|> \n <|assistant|> \n", [(0, 2, 3, "user"), (5, 7, 7, "assistant")]),
+        ("a page <b> user </b> with <|im_end|> in it", []),
+    ],
+)  # fmt: skip
+def test_turns_of_chats(text: str, roles: list[tuple[int, int, int, str]]) -> None:
+    assert turns(text.split(" ")) == roles
 
 
 def test_only_the_template_contributes_markup_and_only_its_script_and_style_may_run() -> None:

@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 
 import profile_fixture as made
 from qkv import masks, normalizers, reference, scores
@@ -28,6 +29,7 @@ from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM
 from qkv.models.loading import Loaded, load_model
 from qkv.profiler import Profile
 from qkv.profiler.data import tables
+from qkv.profiler.run import profile
 from qkv.report import widget
 from qkv.report.payload import trimmed
 from qkv.server.live import Live
@@ -420,8 +422,7 @@ def live() -> Live:
 WEIGHT = "Weight on the first token"
 TITLES = [
     WEIGHT,
-    "Weight on the first token, first 64 queries",
-    "Norm of the first token’s value",
+    "The value that a sink adds",
     "Contribution of the first token",
     "Norm of the first token’s key",
     "First token, on three kinds of text",
@@ -456,17 +457,18 @@ def test_dots_show_the_numbers_of_the_profile(view: Opens, mini: Served) -> None
     weights = {f"Layer {row['layer']}, head {row['head']} · {percent(row['sink'])}" for _, row in heads.iterrows()}
     assert weights >= (shown := set(pointed(one, 0, some)))
     added = {f"Layer {r.layer}, head {r.head} · {percent(r.contribution_first)}" for r in sinks.itertuples()}
-    assert added >= (also := set(pointed(one, 3, some)))
+    assert added >= (also := set(pointed(one, 2, some)))
     assert len(shown) == len(also) == len(some)
-    row = sinks.sort_values(["layer", "value_norm_first"]).iloc[0]  # dots of a layer are sorted by value
-    assert pointed(one, 2, [0]) == [f"Layer 0, head {row['head']} · {row['value_norm_first']:.2f} ×"]
+    row = sinks[sinks["alpha_first"] <= 0.3].sort_values("value_norm_first").iloc[0]  # sinks follow, in orange
+    name = f"Layer {row['layer']}, head {row['head']} · {percent(row['alpha_first'])}"
+    assert pointed(one, 1, [0]) == [f"{name} · {row['value_norm_first']:.2f} ×"]
     stream = profile.residual["blocks"].isel(text=0)
     largest, dimension = (float(stream[name][2, 0]) for name in ("largest", "largest_dimension"))
-    (depth,) = pointed(one, 6, [2])
+    (depth,) = pointed(one, 5, [2])
     assert f"dimension {int(dimension)}" in depth
     assert f"{largest:.{2 if largest < 10 else 1}f}" in depth
     over = int((sinks["alpha_first"] > 0.3).sum())
-    assert f"{over} of {len(heads)}" in one.page.locator(".sink-figure").nth(5).inner_text()
+    assert f"{over} of {len(heads)}" in one.page.locator(".sink-figure").nth(4).inner_text()
     lead = plain(one.page.inner_text(".sink-lead"))
     assert lead.startswith(f"{over} of {len(heads)} heads ha")
     assert f"even attention would give {percent(sinks['alpha_even'].mean())}" in lead
@@ -483,7 +485,7 @@ def test_intervention_is_overlaid_restored_and_exported(view: Opens, mini: Serve
     expect(one.page.locator("main figure table")).to_have_count(2)
     profiles = mini.profile("mini"), intervention.profile
     before, later = (p.sinks()["alpha_first"].to_numpy() for p in profiles)
-    said = one.page.locator(".sink-figure").nth(6).inner_text()
+    said = one.page.locator(".sink-figure").nth(5).inner_text()
     assert f"{(before > 0.3).sum()} → {(later > 0.3).sum()} of {len(before)}" in said
     sinks = [p.heads()["sink"] for p in profiles]
     assert np.abs(sinks[0] - sinks[1]).max() > 0.01
@@ -568,6 +570,26 @@ def test_live_page_answers_while_typing_and_keeps_a_long_text(view: Opens, mini:
     one.expect("400")
 
 
+def test_beside_the_text_of_the_edited_model_stands_that_of_the_model_as_trained(
+    view: Opens, mini: Served, live: Live
+) -> None:
+    about, text, said = live.description, "import os\n\nclass", []
+    edits = [(layer, head, "off-by-one", 1.0) for layer in range(about.layers) for head in range(about.heads)]
+    one = view(mini).open("live", prompt=text, edits="o1-all", heat=0)
+    for changes in (edits, []):
+        first = live.step(asked(text, *changes, sampling_temperature=0.0, seed=0, step=0))
+        ids = {"ids": first["ids"], "sampling_temperature": 0.0, "seed": 0, "step": 1}
+        said.append([first["token"], live.step(asked(first["text"], *changes, **ids))["token"]])
+    for _ in range(2):
+        one.page.click("text=Step")
+        one.settled()
+    expect(one.page.locator(".live-both dd")).to_have_text(["".join(tokens) for tokens in said])
+    one.page.click("text=Undo")
+    expect(one.settled().page.locator(".live-both dd")).to_have_text([tokens[0] for tokens in said])
+    one.page.fill("#live-text", text)
+    expect(one.settled().page.locator(".live-both dd")).to_have_count(0)
+
+
 @pytest.mark.slow
 def test_live_page_handles_hostile_text_and_exports(view: Opens, mini: Served, live: Live) -> None:
     one = view(mini).open("live", prompt="x")
@@ -628,12 +650,17 @@ def report_of(page: Page, profile: Profile, folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "make", [made.encoder_decoder, lambda: made.long(1024, 2, 2), hostile], ids=["three groups", "long", "hostile"]
+    "make",
+    [
+        made.encoder_decoder, lambda: made.long(1024, 2, 2), hostile,
+        lambda: profile("qkv-translation", torch.tensor([[3, 4, 5, 6]]), progress=False),
+    ],
+    ids=["three groups", "long", "hostile", "one head"],
 )  # fmt: skip
 def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: Callable[[], Profile]) -> None:
-    profile = make()
-    assert report_of(page, profile, tmp_path) == "ready"
-    assert page.locator("[role=gridcell]").count() == len(profile.heads()) * (1 + ("weights" in profile.data))
+    found = make()
+    assert report_of(page, found, tmp_path) == "ready"
+    assert page.locator("[role=gridcell]").count() == len(found.heads()) * (1 + ("weights" in found.data))
     assert page.get_by_text("Most attended tokens").count() == 1
     assert page.locator(".curve .reference").first.get_attribute("d"), "uniform attention is drawn beside the entropy"
     assert page.locator("img").count() == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,7 +13,7 @@ import tyro
 from qkv._files import write_atomically
 from qkv._progress import bar, spinner
 from qkv.cli.shared import INPUT, Input, folder
-from qkv.cli.terminal import print_line, show
+from qkv.cli.terminal import print_line, show, sketch
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def head_map(
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("map.png"),
     data: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
-    """Draw the attention map of one head: queries down, keys across.
+    """Draw the attention map of one head, queries down and keys across, in a file and as a sketch in the terminal.
 
     The weights are exact at any zoom, and the command needs memory linear in the length of the text. It runs the model
     up to the layer. A map with more tokens than pixels is pooled: each pixel is a bin of queries × keys and shows the
@@ -94,8 +96,10 @@ def head_map(
         with bar("drawing", "queries", queries.stop - queries.start) as on_rows:
             picture = found.picture(queries, keys, size, on_rows=on_rows)
         save_figure(map_figure(found, picture, pool=pool), out)
-        show(sentence(found, picture))
+        show(sentence(found, picture), "", *sketch(picture.maximum.float().cpu().numpy()), "")
         print_line("Map", out, main=True)
+        opener = {"darwin": "open", "win32": "start"}.get(sys.platform, "xdg-open")
+        print_line("Open", f"{opener} {shlex.quote(str(out))}")
         if data:
             numbers = out.with_suffix(".npz")
             write_atomically(numbers, _npz(found, picture))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +23,9 @@ LETTERS = {
     "first token": "F", "other sink": "O", "induction": "I", "duplicate token": "D", "previous token": "P",
     "self": "S", "delimiter": "E", "local": "L", "uniform": "U", "mixed": "·",
 }  # fmt: skip
+SKETCH = 48  # the largest number of cells in a row of a sketched map
+SHADES = " .:+#@"  # of weights, from below a thousandth of the largest one
+SHADE_COLOURS = (None, "#54707c", "#2f8299", "#35a0a0", "#e0a03c", "#e05a2b")  # seen on light and on dark terminals
 HEADS = 32  # the largest number of heads in a layer whose grid is drawn
 
 
@@ -160,26 +164,44 @@ def head_grid(types: pd.DataFrame) -> list[Text]:
     wide = 2 if 2 * layers <= console.width - 2 else 1
     lines = []
     if heads <= HEADS and layers <= console.width - 2:
-        rows = (
-            _blocks(kinds, colours, wide)
-            if colours
-            else [Text("".join(LETTERS[kind] for kind in row)) for row in kinds]
-        )
-        lines = [Text("  ") + row for row in rows]
+        if colours:
+            lines = _blocks([[colours[kind] for kind in row] for row in kinds], wide)
+        else:
+            lines = [Text("  " + "".join(LETTERS[kind] for kind in row)) for row in kinds]
         lines.append(Text(f"  {layers_and_heads(layers, heads)}: layers from left to right, heads down", "dim"))
     return lines + _wrapped(_legend(types, colours), console.width)
 
 
-def _blocks(kinds: np.ndarray, colours: Mapping[str, str], wide: int) -> list[Text]:
-    """Two heads a line: the upper half of each character has one colour, the lower half another."""
+def sketch(weights: np.ndarray) -> list[Text]:
+    """A map of weights, queries down and keys across, as coloured squares, or as characters without colour.
+
+    Cells are the largest weights of at most 48 × 48 bins, on a logarithmic scale down to a thousandth of the largest.
+    """
+    import numpy as np
+    from rich.text import Text
+
+    console = _console()
+    step = -(-max(weights.shape) // min(SKETCH, console.width - 2))
+    cells = np.maximum.reduceat(weights, np.arange(0, weights.shape[0], step), 0)
+    cells = np.maximum.reduceat(cells, np.arange(0, weights.shape[1], step), 1)
+    with np.errstate(divide="ignore"):
+        levels = np.clip(np.ceil((np.log10(cells / (weights.max() or 1)) / 3 + 1) * 5), 0, 5).astype(int)
+    if console.color_system and not console.no_color:
+        return _blocks([[SHADE_COLOURS[level] for level in row] for row in levels], 1)
+    pairs = np.maximum.reduceat(levels, np.arange(0, len(levels), 2), 0)  # a character is twice as high as wide
+    return [Text("  " + "".join(SHADES[level] for level in row)) for row in pairs]
+
+
+def _blocks(colours: Sequence[Sequence[str | None]], wide: int) -> list[Text]:
+    """Two rows a line: the upper half of each character has one colour, the lower half another; None is left empty."""
     from rich.text import Text
 
     lines = []
-    for top in range(0, len(kinds), 2):
-        line = Text()
-        for upper, lower in zip(kinds[top], kinds[top + 1] if top + 1 < len(kinds) else kinds[top], strict=True):
-            below = f" on {colours[lower]}" if top + 1 < len(kinds) else ""
-            line.append("▀" * wide, f"{colours[upper]}{below}")
+    for upper, lower in itertools.zip_longest(colours[::2], colours[1::2], fillvalue=[None] * len(colours[0])):
+        line = Text("  ")
+        for above, below in zip(upper, lower, strict=True):
+            mark = "▀" if above else "▄" if below else " "
+            line.append(mark * wide, f"{above} on {below}" if above and below else above or below or "")
         lines.append(line)
     return lines
 

@@ -3,6 +3,7 @@
 import { Drawn } from "./charts.js";
 import { h, svg } from "./dom.js";
 import { named, percent, truncated } from "./numbers.js";
+import { partOf } from "./token_flow.js";
 
 const ARC_TOKENS = 60; // tokens of a text whose arcs can be told apart
 const ARC_WEIGHT = 0.05; // the smallest weight that has an arc
@@ -37,7 +38,7 @@ export class Arcs {
   }
 
   drawing(width) {
-    const { tokens, values, pinned, leave } = this.shown, n = tokens.length, left = 44, step = (width - left - 8) / n, x = (at) => left + step * (at + 0.5);
+    const { tokens, turns, values, pinned, leave } = this.shown, n = tokens.length, left = 44, step = (width - left - 8) / n, x = (at) => left + step * (at + 0.5), part = (at) => partOf(turns, tokens[at], at);
     const pairs = [], highOf = ({ query, key }) => ARC_TALL * (Math.abs(query - key) / n) ** 0.6;
     for (let query = 0; query < n; query++)
       for (let key = leave ? 1 : 0; key < n; key++) if (key !== query && values[query * n + key] >= ARC_WEIGHT) pairs.push({ query, key, weight: values[query * n + key] });
@@ -53,7 +54,7 @@ export class Arcs {
     const said = pairs.slice(-4).reverse().map(({ query, key, weight }) => `${named(tokens[query])} to ${named(tokens[key])} ${percent(weight)}`).join(", ");
     return svg("svg", { width, height: floor + ARC_NAMES, viewBox: `0 0 ${width} ${floor + ARC_NAMES}`, role: "img", "aria-label": `Arcs between tokens. The largest weights: ${said || "none"}` },
       pairs.filter((pair) => !shownFirst(pair)).map(arc), pairs.filter(shownFirst).map(arc),
-      tokens.map((token, at) => svg("text", { transform: `translate(${x(at) + 4} ${floor + 8}) rotate(-60)`, "text-anchor": "end", "font-size": 12, "font-weight": at === pinned ? 700 : 400, fill: at === pinned ? "var(--ink)" : "var(--soft)", style: { cursor: "pointer" }, onclick: () => this.onchoose(at) }, truncated(named(token), 12))));
+      tokens.map((token, at) => (part(at) === "template" && step < 13 && at !== pinned ? null : svg("text", { transform: `translate(${x(at) + 4} ${floor + 8}) rotate(-60)`, "text-anchor": "end", "font-size": part(at) === "template" ? 9.5 : Math.min(12, Math.max(step, 8.5)), "font-weight": at === pinned || part(at) === "role" ? 700 : 400, fill: at === pinned ? "var(--ink)" : "var(--soft)", style: { cursor: "pointer" }, onclick: () => this.onchoose(at) }, truncated(named(token), 12)))));
   }
 
   close() {

@@ -7,7 +7,7 @@ import { rowOfCurve } from "./data.js";
 import { h, vertically } from "./dom.js";
 import { binPeaks, integer, named, short, visible, written } from "./numbers.js";
 
-const MANY = 16; // with more heads or layers, cells are too small for text
+export const MANY = 16; // with more heads or layers, cells are too small for text
 
 /** The row of a head in the table of heads. */
 export const rowOf = (group, layer, head) => layer * group.heads.length + head;
@@ -29,10 +29,11 @@ export const headWords = (group, view, row) => [view.heads.goes_to[row], ...(gro
 /** The full name of a head, for titles and screen readers. */
 export const headTitle = (group, layer, head) => `Layer ${group.layers[layer]}, head ${group.heads[head]}`;
 
-/** The first words of a text, for a chooser. */
-export function openingWords(text, tokens = 9) {
-  const words = visible(text.keys.slice(0, tokens).join("").replace(/\s+/g, " ").trim());
-  return text.n_keys > tokens ? `${words} …` : words;
+/** The first words of a text, or the question of a chat. */
+export function openingWords({ keys, turns }, tokens = 9) {
+  const [, from, end] = turns.findLast((turn) => turn[3] === "user") ?? [0, 0, keys.length];
+  const words = visible(keys.slice(from, Math.min(from + tokens, end)).join("").replace(/\s+/g, " ").trim());
+  return end > from + tokens ? `${words} …` : words;
 }
 
 /** Choosers of the kind of attention and of the text, where there are several; `prefix` makes their keys unique. */

@@ -3,7 +3,7 @@
 import { choice, legend } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { h, replace } from "./dom.js";
-import { arrowKeys, headButton, layerGrid } from "./heads.js";
+import { arrowKeys, headButton, layerGrid, MANY } from "./heads.js";
 import { codeOf, editsOf, headAt, headsOf, settingOf, settingWords, shortName } from "./live_words.js";
 import { percent } from "./numbers.js";
 
@@ -107,7 +107,7 @@ export class LiveHeads {
   /** The grid, layers × heads: the weight on the first token, as trained and with the edits. */
   #drawGrid() {
     if (!this.#answer) return;
-    const { heads } = this.#live, group = { layers: [...Array(this.#live.layers).keys()], heads: [...Array(heads).keys()] };
+    const { layers, heads } = this.#live, group = { layers: [...Array(layers).keys()], heads: [...Array(heads).keys()] };
     const { before, after } = this.#answer, single = this.#answer.tokens.length < 2;
     const cell = (layer, head) => {
       const at = `${layer}.${head}`, edit = this.edits.get(at), was = before.sink[layer][head], is = after.sink[layer][head];
@@ -126,10 +126,10 @@ export class LiveHeads {
       h("div", { class: "live-grid-title" }, h("span", {}, "Mean weight on the first token, %"), legend({ low: "0", high: "100\u00a0%" })),
       h("div", { class: "live-scroll" },
         layerGrid(group, cell, 1, {
-          class: "live-grid", "aria-multiselectable": "true", "aria-label": "Heads. Arrow keys move, Enter selects, Shift and Enter adds.",
+          class: layers > MANY ? "live-grid tight" : "live-grid", "aria-multiselectable": "true", "aria-label": "Heads. Arrow keys move, Enter selects, Shift and Enter adds.",
           style: { "grid-template-columns": `20px repeat(${heads}, minmax(30px, 1fr))` },
         })),
-      h("small", {}, "Left edge of a cell: as trained. Click a head to select it; Shift-click adds heads."));
+      h("small", {}, "The left edge of a cell is the weight before the edits. Click a head to select it; Shift-click adds heads."));
     const box = this.grid.querySelector(".live-scroll");
     arrowKeys(box, (cell) => cell.focus());
     box.scrollTop = scrolled;
@@ -170,19 +170,15 @@ export class LiveHeads {
       const exponent = Number(event.target.value);
       this.#edit({ temperature: Math.abs(exponent) < 0.02 ? 1 : Number((10 ** exponent).toPrecision(2)) });
     };
-    const back = () => {
-      document.activeElement?.blur();
-      this.#edit({ temperature: 1 });
-    };
     replace(this.setting,
       choice("Normalizer", this.#live.normalizers.map((name) => [name, name]), normalizer, (name) => this.#edit({ normalizer: name })),
       h("p", { class: "note" },
         normalizer === null ? "The selected heads have different normalizers." : MEANINGS[normalizer],
         normalizer !== null && normalizer !== own ? ` The model was trained with ${own}, and is not retrained.` : ""),
-      h("label", { class: "live-slider", title: "Scores are divided by it. Double-click for 1." }, h("span", {}, "Temperature"),
+      h("label", { class: "live-slider", title: "Scores are divided by it." }, h("span", {}, "Temperature"),
         h("input", {
           type: "range", "data-key": "temperature", min: -1, max: 1, step: 0.05, value: Math.log10(temperature ?? 1), "aria-label": "Temperature of the selected heads, from 0.1 to 10",
-          "aria-valuetext": words, oninput: apply, ondblclick: back,
+          "aria-valuetext": words, oninput: apply,
         }),
         h("output", { "data-of": "temperature" }, words),
         h("button", { type: "button", class: "quiet live-small", "data-key": "one", disabled: temperature === 1, onclick: () => this.#edit({ temperature: 1 }) }, "1")));

@@ -1,8 +1,9 @@
 // Text generation by a live model: single steps, continuous play, and undo.
 
-import { h } from "./dom.js";
+import { h, replace } from "./dom.js";
 import { counted } from "./state.js";
 
+const PACE = 250; // milliseconds from token to token, at least
 const SEED = 0; // the same text, edits and temperature give the same continuation
 
 export class LiveWriting {
@@ -11,8 +12,8 @@ export class LiveWriting {
   generated = []; // {token, probability} of the generated tokens at the end of the text
   step = null; // the answer to the last step, while its token is the last of the text
   temperature = 1; // sampling temperature
-  #speed = 4; // tokens a second
-  #history = []; // {text, ids} before each generated token
+  plain = null; // once a token was generated with edits, what the model writes without them: {text, ids, tokens, from}
+  #history = []; // {text, ids, plain} before each generated token
   #run = null; // while tokens are generated: an AbortController, and whether it is a single one
   #app;
   #requestOptions;
@@ -20,7 +21,7 @@ export class LiveWriting {
 
   /**
    * `requestOptions()`: fields of the request except the text. Listeners: onbegin() before the first token, onstep() after
-   * each, onend() after the last, ontemperature(), onundo(), onplay() when play begins or ends, ontrouble(sentence).
+   * each, onend() after the last, ontemperature(), onundo(), ontrouble(sentence).
    */
   constructor(app, requestOptions, listeners) {
     this.#app = app;
@@ -34,8 +35,8 @@ export class LiveWriting {
         h("button", { type: "button", class: "quiet", onclick: () => this.#generate({ single: true }) }, "Step"),
         h("button", { type: "button", class: "quiet", onclick: () => this.#undo() }, "Undo")),
       h("div", { class: "live-sliders" },
-        slider("heat", "Sampling temperature", { min: 0, max: 2, step: 0.1 }, this.temperature, (temperature) => { this.temperature = temperature; listeners.ontemperature(); }),
-        slider("speed", "Speed", { min: 1, max: 12, step: 1 }, this.#speed, (speed) => { this.#speed = speed; })));
+        slider("heat", "Sampling temperature", { min: 0, max: 2, step: 0.1 }, this.temperature, (temperature) => { this.temperature = temperature; listeners.ontemperature(); })),
+      this.held = h("small", { role: "status" }), this.both = h("dl", { class: "live-both" }));
     this.draw();
   }
 
@@ -45,7 +46,7 @@ export class LiveWriting {
 
   /** Set a text that the user typed; it no longer has generated tokens. */
   set(text) {
-    Object.assign(this, { text, ids: null, generated: [], step: null });
+    Object.assign(this, { text, ids: null, generated: [], step: null, plain: null });
     this.#history = [];
     this.draw();
   }
@@ -55,19 +56,19 @@ export class LiveWriting {
     const { playing } = this;
     this.#run?.controller.abort();
     this.#run = null;
-    if (!playing) return;
-    this.draw();
-    this.#listeners.onplay();
+    if (playing) this.draw();
   }
 
   async #one(signal) {
-    const before = { text: this.text, ids: this.ids };
-    const body = { ...this.#requestOptions(), text: this.text, ...(this.ids ? { ids: this.ids } : {}), sampling_temperature: this.temperature, seed: SEED, step: this.generated.length };
-    const found = await this.#app.post("/api/live/step", body, { signal });
+    const before = { text: this.text, ids: this.ids, plain: this.plain }, options = this.#requestOptions(), step = this.generated.length;
+    const ask = ({ text, ids }, edits) => this.#app.post("/api/live/step", { ...options, edits, text, ...(ids ? { ids } : {}), sampling_temperature: this.temperature, seed: SEED, step }, { signal });
+    const plain = this.plain ?? (options.edits.length ? { ...before, tokens: [], from: step } : null);
+    const [found, trained] = await Promise.all([ask(before, options.edits), plain && ask(plain, [])]);
     if (signal.aborted) return;
+    this.plain = plain && { text: trained.text, ids: trained.ids, tokens: [...plain.tokens, trained.token], from: plain.from };
     this.#history.push(before);
     this.generated.push({ token: found.token, probability: found.probability });
-    Object.assign(this, { text: found.text, ids: found.ids, step: { ...found, at: `${body.layer}.${body.head}` } });
+    Object.assign(this, { text: found.text, ids: found.ids, step: { ...found, at: `${options.layer}.${options.head}` } });
     this.draw();
     this.#listeners.onstep();
   }
@@ -79,10 +80,10 @@ export class LiveWriting {
     this.#listeners.onbegin();
     const controller = new AbortController(), { signal } = controller;
     this.#run = { controller, single };
-    if (!single) this.draw(), this.#listeners.onplay();
+    if (!single) this.draw();
     try {
       do {
-        const due = performance.now() + 1000 / this.#speed;
+        const due = performance.now() + PACE;
         await this.#one(signal);
         if (!single) await new Promise((resolve) => setTimeout(resolve, Math.max(due - performance.now(), 0)));
       } while (!single && !signal.aborted);
@@ -117,7 +118,8 @@ export class LiveWriting {
     undo.disabled = !this.#history.length;
     element.querySelector("[data-of=heat]").textContent = temperatureWords(this.temperature);
     element.querySelector("[data-key=heat]").value = this.temperature;
-    element.querySelector("[data-of=speed]").textContent = `${this.#speed} a second`;
+    this.held.textContent = this.playing ? "The grid and the maps follow when it stops." : "";
+    replace(this.both, ...(this.plain ? [["With the edits", this.generated.slice(this.plain.from).map(({ token }) => token)], ["As trained", this.plain.tokens]].map(([name, tokens]) => h("div", {}, h("dt", {}, name), h("dd", {}, tokens.join("")))) : []));
   }
 }
 

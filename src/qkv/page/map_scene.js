@@ -5,20 +5,23 @@ import { integer, logarithmicRange, named, visible } from "./numbers.js";
 import { decades, niceTicks } from "./charts.js";
 
 export const LABELLED = 11; // at this many pixels per token or more, each token has a label
+const NARROW = 560, PHONE = 480; // pixels of a stage with shorter words, and of one on which the map needs all of the width
+const labelledFrom = (width) => (width < PHONE ? 7.5 : LABELLED);
 const SANS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif';
 
 /** Margins around the map, which grow with the zoom to make space for token labels. */
 function margins(width, z) {
-  const near = Math.min(Math.max((z - Math.log2(LABELLED)) / 0.7 + 1, 0), 1);
-  const [from, to] = width < 560
-    ? [{ left: 60, top: 42, right: 60, bottom: 58 }, { left: 64, top: 62, right: 60, bottom: 58 }]
+  const near = Math.min(Math.max((z - Math.log2(labelledFrom(width))) / 0.7 + 1, 0), 1);
+  const [from, to] = width < PHONE
+    ? [{ left: 50, top: 42, right: 8, bottom: 50 }, { left: 62, top: 70, right: 8, bottom: 50 }]
+    : width < NARROW ? [{ left: 60, top: 42, right: 60, bottom: 58 }, { left: 64, top: 62, right: 60, bottom: 58 }]
     : [{ left: 76, top: 46, right: 74, bottom: 76 }, { left: 108, top: 86, right: 74, bottom: 76 }];
   return Object.fromEntries(Object.keys(from).map((side) => [side, from[side] + near * (to[side] - from[side])]));
 }
 
 /** The layout of a stage of `width` × `height` pixels, for a view {x, y, z} of `queries` × `keys` tokens. */
 export function layoutOf({ width, height, view, queries, keys }) {
-  const narrow = width < 560, margin = margins(width, view.z);
+  const narrow = width < NARROW, phone = width < PHONE, margin = margins(width, view.z);
   const area = { x: margin.left, y: margin.top, w: Math.max(width - margin.left - margin.right, 40), h: Math.max(height - margin.top - margin.bottom, 40) };
   const scale = 2 ** view.z;
   const origin = { x: area.x + area.w / 2 - view.x * scale, y: area.y + area.h / 2 - view.y * scale };
@@ -28,7 +31,7 @@ export function layoutOf({ width, height, view, queries, keys }) {
   // The first and the last token that is at least partly visible.
   const within = (from, to, n) => [Math.max(Math.floor(from + 1e-9), 0), Math.min(Math.ceil(to - 1e-9), n) - 1];
   return {
-    width, height, narrow, margin, area, scale, origin, frame, queries, keys,
+    width, height, narrow, phone, margin, area, scale, origin, frame, queries, keys, labelled: scale >= labelledFrom(width),
     rows: within((top - origin.y) / scale, (bottom - origin.y) / scale, queries),
     columns: within((left - origin.x) / scale, (right - origin.x) / scale, keys),
   };
@@ -51,8 +54,8 @@ export function fitted({ width, height, queries, keys }) {
  */
 export function axes(layout, tokens, pointed = null) {
   const { frame, scale, origin, margin, narrow } = layout, parts = [];
-  const size = scale >= 15 ? 12 : 10.5;
-  if (scale >= LABELLED) {
+  const size = scale >= 15 ? 12 : Math.min(10.5, Math.max(scale, 8));
+  if (layout.labelled) {
     for (let q = layout.rows[0]; q <= layout.rows[1]; q++) {
       const y = origin.y + (q + 0.5) * scale;
       if (y >= frame.y && y <= frame.y + frame.h) parts.push(text(frame.x - 7, y + size * 0.35, fitting(named(tokens.queries[q]), margin.left - 16, size), { anchor: "end", size, fill: INK }));
@@ -74,7 +77,7 @@ export function axes(layout, tokens, pointed = null) {
       if (!pointed || Math.abs(k - pointed.key) * scale > 14 + 3.6 * (integer(k).length + integer(pointed.key).length)) parts.push(text(x, frame.y - 10, integer(k), { anchor }));
     }
   }
-  const rise = scale >= LABELLED ? margin.top - 12 : 28;
+  const rise = layout.labelled ? margin.top - 12 : 28;
   return [...parts,
     text(frame.x, frame.y - rise, "keys →", { size: 12, bold: true }),
     text(frame.x - 9, frame.y - 10, narrow ? "query ↓" : "queries ↓", { anchor: "end", size: narrow ? 11 : 12, bold: true }),
@@ -99,7 +102,7 @@ export function edgeScales({ received, entropy }) {
 
 /** The edge curves: the share that each key receives (bottom) and the entropy of each query (right). */
 export function edges(layout, { received, entropy, scales }) {
-  const { frame, scale, origin, margin, narrow } = layout;
+  const { frame, scale, origin, margin, narrow, phone } = layout;
   const base = frame.y + frame.h + margin.bottom - 8, tall = margin.bottom - 34;
   const { low, high } = scales.received;
   const up = (share) => (share > low ? (tall * Math.log(share / low)) / Math.log(high / low) : 0);
@@ -113,14 +116,14 @@ export function edges(layout, { received, entropy, scales }) {
     ticks.push(text(frame.x - 9, y + 4, `${Number((100 * tick).toPrecision(1))}\u00a0%`, { anchor: "end", size: 10.5 }), line(frame.x - 4, Math.round(y) + 0.5, frame.x, Math.round(y) + 0.5, SOFT));
   }
   const from = frame.x + frame.w + 8, wide = margin.right - (narrow ? 12 : 22);
-  const beside = steps(entropy, frame.y, frame.h, origin.y, scale, mean).map(([at, nats]) => [at, from + (wide * nats) / scales.entropy.high]);
+  const beside = phone ? [] : steps(entropy, frame.y, frame.h, origin.y, scale, mean).map(([at, nats]) => [at, from + (wide * nats) / scales.entropy.high]);
   return [
     area(stairs(below, frame.x + frame.w, (x, y) => `${x.toFixed(1)} ${y.toFixed(1)}`), `V${base}H${frame.x.toFixed(1)}Z`),
     line(frame.x, base + 0.5, frame.x + frame.w, base + 0.5), ticks,
     text(frame.x, frame.y + frame.h + 17, "received by key"),
-    area(stairs(beside, frame.y + frame.h, (y, x) => `${x.toFixed(1)} ${y.toFixed(1)}`), `H${from}V${frame.y.toFixed(1)}Z`),
+    ...(phone ? [] : [area(stairs(beside, frame.y + frame.h, (y, x) => `${x.toFixed(1)} ${y.toFixed(1)}`), `H${from}V${frame.y.toFixed(1)}Z`),
     line(from - 0.5, frame.y, from - 0.5, frame.y + frame.h),
-    text(from, frame.y - 22, "entropy", { size: narrow ? 10.5 : 11 }), text(from, frame.y - 8, `${upTo(scales.entropy.high)} ${narrow ? "" : "nats"}`),
+    text(from, frame.y - 22, "entropy", { size: narrow ? 10.5 : 11 }), text(from, frame.y - 8, `${upTo(scales.entropy.high)} ${narrow ? "" : "nats"}`)]),
   ].flat();
 }
 
@@ -164,7 +167,7 @@ export function crosshair(layout, pair, bin, tokens, pinned = false) {
     parts.push(rect(x - w / 2, y - h / 2, w, h, { stroke: INK, "stroke-width": 2 }));
   }
   if (pinned) return parts;
-  const labelled = scale >= LABELLED, say = (at, names, room) => (labelled ? fitting(named(names[at]), room, TAG, true) : integer(at));
+  const { labelled } = layout, say = (at, names, room) => (labelled ? fitting(named(names[at]), room, TAG, true) : integer(at));
   if (inside.y) parts.push(...tag(frame.x - 4, y, say(pair.query, tokens.queries, margin.left - 18), "end"));
   if (inside.x) parts.push(...tag(x, frame.y - 4, say(pair.key, tokens.keys, margin.top - 28), labelled ? "turned" : "middle"));
   return parts;

@@ -49,9 +49,7 @@ class Compare {
     this.#curves.close();
   }
 
-  recolour() {
-    this.#draw();
-  }
+  recolour() { this.#draw(); }
 
   async update(changed) {
     if (changed.has("session") && this.#ready() !== this.#offered) this.#draw();

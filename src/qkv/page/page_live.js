@@ -35,7 +35,6 @@ class LivePage {
       onend: () => this.#generated(),
       ontemperature: () => this.#writeAddress(),
       onundo: () => { this.#parts.text.value = this.#writing.text; this.#writeAddress(); this.#ask(); },
-      onplay: () => { for (const part of [this.#heads.grid, this.#parts.maps]) part.classList.toggle("stale", this.#writing.playing); }, // they are updated when play stops
       ontrouble: (sentence) => this.#showTrouble(sentence),
     });
     this.#heads = new LiveHeads(this.#live, {
@@ -96,9 +95,7 @@ class LivePage {
     return { prompt: this.#writing.text };
   }
 
-  recolour() {
-    this.#draw();
-  }
+  recolour() { this.#draw(); }
 
   unmount() {
     this.#writing.halt();

@@ -43,7 +43,7 @@ class MapPage {
     this.key = h("input", { type: "number", min: 0, step: 1, inputmode: "numeric", "aria-label": "Key position", placeholder: "key" });
     const jump = h("form", { class: "map-jump", onsubmit: (event) => { event.preventDefault(); this.jump(); } },
       h("span", {}, "Go to"), this.query, h("span", { "aria-hidden": "true" }, "→"), this.key, h("button", { type: "submit", class: "quiet" }, "Go"));
-    const wide = matchMedia("(min-width: 901px)").matches, { stage, readout, controls, note } = this.large;
+    const wide = matchMedia("(min-width: 641px)").matches, { stage, readout, controls, note } = this.large;
     stage.append(this.why);
     root.append(h("div", { class: "map-page" }, stage,
       h("aside", { class: "map-side", "aria-label": "Readout and settings" },
@@ -218,9 +218,7 @@ class MapPage {
     };
   }
 
-  recolour() {
-    this.large.recolour();
-  }
+  recolour() { this.large.recolour(); }
 
   unmount() {
     this.loads++;

@@ -38,13 +38,9 @@ class Overview {
       this.#curves.element);
   }
 
-  unmount() {
-    this.#curves.close();
-  }
+  unmount() { this.#curves.close(); }
 
-  recolour() {
-    this.update(new Set(["source"]));
-  }
+  recolour() { this.update(new Set(["source"])); }
 
   async update(changed) {
     if (this.#corrected()) return; // which calls update again

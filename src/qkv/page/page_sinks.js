@@ -60,7 +60,7 @@ export function mount(root, app) {
     shown = { name: here.name, own, other: counterpart && { name: other.name, group: counterpart, overlaid } };
     noteBox.textContent = sentence;
     noteBox.hidden = !sentence;
-    const options = { name: here.name, chosen: { layer, head }, select: (l, k) => app.go({ layer: l, head: k }) };
+    const options = { name: here.name, chosen: { layer, head }, select: (l, k) => app.go({ layer: l, head: k }), reveal: (to, at) => app.go({ page: "text", text: to, pins: `${own.texts[to].queries ? "k" : ""}${at}` }) };
     replace(figures,
       ...sinkFigures(here.page, group, overlaid ? { ...options, after: { group: counterpart, name: other.name } } : options),
       ...(counterpart && !overlaid ? [h("h2", { class: "sinks-other" }, other.name), ...sinkFigures(other.page, other.page.groups.indexOf(counterpart), { name: other.name })] : []));

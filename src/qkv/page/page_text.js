@@ -134,7 +134,7 @@ class TextPage {
     const make = (side, title) => {
       const tokens = this.weights.tokensOf(side);
       const flow = new TokenFlow({
-        name: `text-${side}`, tokens, label: `${title ?? "Tokens of the text"}; arrow keys move, Enter pins`,
+        name: `text-${side}`, tokens, turns: this.weights.text.turns, label: `${title ?? "Tokens of the text"}; arrow keys move, Enter pins`,
         look: (at) => this.look(side, at), kind: (at) => this.kind(side, at),
         onhover: (at) => this.hover(at === null ? null : { side, at }),
         onchoose: (at) => this.togglePin({ side, at }),
@@ -158,7 +158,7 @@ class TextPage {
 
   drawArcs() {
     const pin = this.pinned.at(-1);
-    this.arcs.show(this.matrix?.values ? { tokens: this.weights.queries, values: this.matrix.values, pinned: pin ? pin.at : null, leave: this.leave } : null);
+    this.arcs.show(this.matrix?.values ? { tokens: this.weights.queries, turns: this.weights.text.turns, values: this.matrix.values, pinned: pin ? pin.at : null, leave: this.leave } : null);
   }
 
   closeFlows() {
@@ -349,9 +349,7 @@ class TextPage {
     };
   }
 
-  recolour() {
-    this.redraw();
-  }
+  recolour() { this.redraw(); }
 
   unmount() {
     this.loads++;

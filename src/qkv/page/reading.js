@@ -54,7 +54,7 @@ export class Reading {
     if (load !== this.loads) return;
     this.values = values;
     this.scale = logarithmic(this.leave ? values.subarray(1) : values, 0.1);
-    this.arcs.show(between && { tokens: view.keys, values: between, pinned: this.query, leave: this.leave });
+    this.arcs.show(between && { tokens: view.keys, turns: view.turns, values: between, pinned: this.query, leave: this.leave });
     this.draw();
     this.flow?.repaint();
   }
@@ -116,7 +116,7 @@ export class Reading {
   flowOf(tokens) {
     this.flow?.close();
     this.flow = new TokenFlow({
-      name: "reading", tokens, label: "The text; arrow keys move between tokens",
+      name: "reading", tokens, turns: this.shown.view.turns, label: "The text; arrow keys move between tokens",
       look: (at) => { if (this.leave && !at) return null; const colour = ramp(this.scale.level(this.values[at])); return { background: css(colour), ink: inkOn(colour), line: "" }; },
       kind: (at) => (at === this.query && !this.shown.view.queries ? "pinned" : ""),
       onhover: (at) => this.point(at),

@@ -2,7 +2,7 @@
 
 import { integer, named, percent, short, written } from "./numbers.js";
 import { looks, themeButton, useLooks } from "./colour.js";
-import { HeadCurves, KIND, allHeads, factsOf, headCard, headName, headTitle, labelOf, largestFirst, markHead, meaningOf, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
+import { HeadCurves, KIND, allHeads, factsOf, headCard, headName, headTitle, labelOf, largestFirst, markHead, meaningOf, openingWords, statisticsOf, firstHead, stepped, textChoosers } from "./heads.js";
 import { h, onUncaught, replace, tooltips } from "./dom.js";
 import { download, pictureOf, pngOf } from "./export.js";
 import { findingTiles, leadOf } from "./findings.js";
@@ -31,8 +31,8 @@ function header() {
   $("model").textContent = attrs.model || "Attention profile";
   $("headline").textContent = leadOf(v);
   // The preview in the attributes is of the first text; for other texts, join the tokens.
-  const question = state.text === 0 && attrs.arguments?.chat;
-  const preview = (question || (state.text === 0 && attrs.text_preview) || v.keys.slice(0, 60).join("")).trim().replace(/\s+/g, " ");
+  const question = v.turns.length > 0 && openingWords(v, 60);
+  const preview = question || ((state.text === 0 && attrs.text_preview) || v.keys.slice(0, 60).join("")).trim().replace(/\s+/g, " ");
   const quoted = (text, more) => `“${more || text.length > 220 ? `${text.slice(0, 220).replace(/ \S*$/, "")} …` : text}”`;
   const read = v.queries?.slice(0, 60).join("").trim().replace(/\s+/g, " ");
   $("preview").textContent = [quoted(preview, !question && v.n_keys > 60), read && quoted(read, v.n_queries > 60)].filter(Boolean).join(" → "); // keys → queries: source → target
@@ -136,8 +136,15 @@ $("big-map").append(mapsSection.mapBox);
 $("reading").append(textReading.element);
 $("text").append(textReading.pane);
 
+/** Show a token in the text. */
+async function reveal(text, position) {
+  if (text !== state.text) { state.text = text; await everything(); }
+  textReading.reveal(position);
+  $("text").scrollIntoView({ block: "center" });
+}
+
 function sinks() {
-  const parts = sinkFigures(PAGE, state.group, { select: (layer, head) => { select(layer, head); $("one").scrollIntoView({ block: "start" }); } });
+  const parts = sinkFigures(PAGE, state.group, { select: (layer, head) => { select(layer, head); $("one").scrollIntoView({ block: "start" }); }, reveal });
   $("sinks").hidden = !parts.length;
   $("sink-figures").replaceChildren(...parts);
 }
@@ -191,7 +198,7 @@ function tokenTable() {
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of tokens" }, h("table", { class: "token-table" },
       h("thead", {}, h("tr", {}, ["Token", "Share", "Times", "Lift"].map((name) => h("th", { scope: "col", "data-tip": name === "Lift" ? "share of the attention / share of the text" : null }, name)))),
       h("tbody", {}, tokens.token.slice(0, 12).map((token, index) => h("tr", {},
-        h("th", { scope: "row" }, h("button", { type: "button", class: "link", "data-tip": "show it in the text", onclick: () => { textReading.reveal(tokens.position[index]); $("text").scrollIntoView({ block: "center" }); } }, h("code", {}, named(token)))),
+        h("th", { scope: "row" }, h("button", { type: "button", class: "link", "data-tip": "show it in the text", onclick: () => reveal(state.text, tokens.position[index]) }, h("code", {}, named(token)))),
         h("td", { class: "barred" }, h("i", { style: { width: `${(100 * tokens.share[index]) / most}%` } }), h("span", {}, percent(tokens.share[index]))),
         h("td", {}, integer(tokens.count[index])), h("td", {}, `${tokens.lift[index] >= 10 ? integer(tokens.lift[index]) : tokens.lift[index].toFixed(1)} ×`)))))),
   );

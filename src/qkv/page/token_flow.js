@@ -21,14 +21,21 @@ function pieces(token) {
   return found;
 }
 
-/** The first tokens of blocks: after a line break if there is one, otherwise after a sentence. */
-function blockStarts(tokens) {
-  const starts = [0];
+/** What a token of a chat is, whose turns are [[first, words, end, role], …]: a word, the "role" of its turn, or another "template" token. */
+export function partOf(turns, token, at) {
+  const turn = turns.findLast(([first]) => first <= at);
+  if (!turn || (at >= turn[1] && at < turn[2])) return "";
+  return at < turn[1] && /^\s*\w/.test(token) ? "role" : "template";
+}
+
+/** The first tokens of blocks: at a turn of a chat, after a line break if there is one, otherwise after a sentence. */
+function blockStarts(tokens, turns) {
+  const starts = [0], begins = new Set(turns.map(([first]) => first));
   let sentence = 0;
   for (let at = 0; at < tokens.length; at++) {
     const length = at + 1 - starts.at(-1);
     if (length >= MIN_BLOCK && /[.!?。！？]["'”’)]?\s*$/.test(tokens[at])) sentence = at + 1;
-    const here = length >= MIN_BLOCK && tokens[at].includes("\n") ? at + 1 : length >= MAX_BLOCK ? (sentence > starts.at(-1) ? sentence : at + 1) : 0;
+    const here = begins.has(at + 1) ? at + 1 : length >= MIN_BLOCK && tokens[at].includes("\n") ? at + 1 : length >= MAX_BLOCK ? (sentence > starts.at(-1) ? sentence : at + 1) : 0;
     if (here && here < tokens.length) starts.push(here);
   }
   return starts;
@@ -41,17 +48,17 @@ function isCode(tokens) {
 }
 
 /**
- * A scrollable text of tokens. `look(i)` gives {background, ink, line} or null for a token, `kind(i)` further classes.
+ * A scrollable text of tokens, or a chat of `turns`. `look(i)` gives {background, ink, line} or null for a token, `kind(i)` further classes.
  * Calls `onhover(i or null)`, `onchoose(i)` for a click or Enter, `oncurrent(i)` for the arrow keys, `onscroll()`.
  */
 export class TokenFlow {
-  constructor({ name, tokens, label, look, kind, onhover, onchoose, oncurrent, onescape, onscroll }) {
-    Object.assign(this, { name, tokens, look, kind, onhover, onchoose, oncurrent, onescape, onscroll });
-    this.starts = blockStarts(tokens);
+  constructor({ name, tokens, turns = [], label, look, kind, onhover, onchoose, oncurrent, onescape, onscroll }) {
+    Object.assign(this, { name, tokens, turns, look, kind, onhover, onchoose, oncurrent, onescape, onscroll });
+    this.starts = blockStarts(tokens, turns);
     this.code = isCode(tokens);
     this.current = null;
     this.top = { block: 0, above: 0 }; // the block at the upper edge of the view, and how much of it is above
-    this.boxes = this.starts.map(() => h("div", { class: "flow-block", role: "presentation" })); // empty, unless near the view
+    this.boxes = this.starts.map(() => h("div", { class: turns.length ? "flow-block flow-turn" : "flow-block", role: "presentation" })); // empty, unless near the view
     this.space = h("div", { class: this.code ? "flow-space code" : "flow-space", role: "presentation" }, this.boxes);
     this.element = h("div", { class: "flow", tabindex: 0, role: "listbox", "aria-multiselectable": "true", "aria-label": label }, this.space);
     this.listen();
@@ -154,12 +161,12 @@ export class TokenFlow {
       this.applyLook(token, at);
       box.tokens.push(token);
       box.append(token);
-      if (breaks && !last) box.append("\n"); // the end of the block already breaks the line
+      if (breaks && !last && !partOf(this.turns, shown, at)) box.append("\n"); // the end of the block already breaks the line
     }
   }
 
   applyLook(token, at) {
-    const look = this.look(at), kind = this.kind(at);
+    const look = this.look(at), kind = `${partOf(this.turns, this.tokens[at], at)} ${this.kind(at)}`;
     const applied = `${kind} ${look ? `${look.background} ${look.ink} ${look.line}` : ""}`;
     if (token.applied === applied) return; // most tokens do not change
     token.applied = applied;

@@ -35,6 +35,8 @@ RESIDUAL = (  # variables of hidden states that a report shows, if a profile has
     *("massive_above", "massive_times_median"),
 )
 CLOSING = frozenset(".,;:!?)]}%’”…")  # written without a space before it
+CONTROL = re.compile(r"<\|?(\w+)\|?>")  # a token of a chat template, such as <|im_start|>, <start_of_turn> or <|user|>
+SPEAKERS = ("system", "developer", "user", "assistant", "model", "tool")
 NOT_COLUMNS = ("layer", "head", "module", "target")  # columns of the table of heads that pages get elsewhere
 
 
@@ -134,6 +136,34 @@ def _piece(token: str) -> str:
     return token if token in CLOSING else f" {token}"
 
 
+def turns(tokens: list[str]) -> list[tuple[int, int, int, str]]:
+    """The turns of a chat, (first token, first token of the words, token after the words, role); none of another text.
+
+    A turn begins with a token of the template that is a role, or that is followed by one and a line break or another
+    such token, as in the templates of ChatML, Llama 3, Gemma and Phi; its words end before the next such token.
+
+    >>> turns(["<|im_start|>", "user", "\n", "Why", "?", "<|im_end|>", "\n", "<|im_start|>", "ass", "istant", "\n"])
+    [(0, 3, 5, 'user'), (7, 11, 11, 'assistant')]
+    """
+    controls = [CONTROL.fullmatch(token.strip()) for token in tokens]
+    at = [place for place, control in enumerate(controls) if control]
+    found = list[tuple[int, int, int, str]]()
+    for first, control in ((place, controls[place]) for place in at):
+        assert control is not None
+        role, words = control[1], first + 1
+        if role not in SPEAKERS:
+            breaks = (n for n in range(first + 1, len(tokens)) if controls[n] or "\n" in tokens[n])
+            head = next(breaks, len(tokens))
+            role, words = "".join(tokens[first + 1 : head]).strip(), head + 1
+        if role not in SPEAKERS:
+            continue
+        while words < len(tokens) and not tokens[words].strip():
+            words += 1
+        words = min(words, len(tokens))
+        found.append((first, words, next((place for place in at if place >= words), len(tokens)), role))
+    return found if len(found) > 1 else []
+
+
 def _view(one: xr.Dataset, views: int, found: Findings) -> tuple[dict[str, Any], str]:
     """The data of one text of one group, and its packed curves."""
     heads = tables.head_table(one)
@@ -165,6 +195,7 @@ def _view(one: xr.Dataset, views: int, found: Findings) -> tuple[dict[str, Any],
         "shares": {name: _plain(part[0].ravel().tolist()) for name, part in tables.destinations(one).items()},
         "keys": keys,
         "queries": None if keys == queries else queries,
+        "turns": turns(keys) if keys == queries else [],
         "tokens": {name: _plain(tokens[name].tolist()) for name in ("token", "share", "count", "lift", "position")},
         "bins": bins,
         "arrays": index,
