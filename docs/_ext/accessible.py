@@ -15,6 +15,9 @@ REPLACEMENTS = (
     (r"<pre>", '<pre tabindex="0">'),
     (r'<div class="(?:math|table-wrapper)\b[^"]*"', r'\g<0> tabindex="0"'),
     (r"<th\b[^>]*>(?:<p></p>)?</th>", "<td></td>"),
+    # The parameters of a long signature are a list of definitions without terms.
+    (r'<dl>\s*((?:<dd><em class="sig-param">.*?</dd>\s*)+)</dl>', r'<span class="sig-params">\1</span>'),
+    (r'<dd>(<em class="sig-param">.*?)</dd>', r"<span>\1</span>"),
 )
 
 

@@ -917,6 +917,10 @@ other
 "a line of code that is much wider than the window of a phone, so that it must be scrolled, by keyboard, too"
 ```
 
+```{py:function} attend(queries, keys, values, mask=None, bias=None, score=None, normalizer=None, kernel=None, out=None)
+Each parameter of this signature has a line.
+```
+
 ## A part
 
 $$\\sum_{abcdefghijklmnopqrstuvwxyz} abcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyzabcdefghijklmnopqrstuvwxyz$$
@@ -938,4 +942,5 @@ def test_a_page_of_the_site_satisfies_axe(browser: Browser, tmp_path: Path) -> N
         page.goto((tmp_path / "site" / "index.html").as_uri())
         assert page.locator("link[rel='shortcut icon']").count() == 1
         assert page.locator("pre[tabindex='0']").count() == 1
+        assert page.locator(".sig-params > span").count() == 9
         assert inaccessible(page) == []
