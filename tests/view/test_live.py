@@ -122,6 +122,7 @@ def test_steps_equal_generate(live: Live, temperature: float, seed: int) -> None
         found = live.step(request)
         assert found == live.step(request)
         assert len(found["tokens"]) == len(found["row"]) == len(ids) + step
+    assert found["row"] == pytest.approx(live.answer(asked(prompt, ids=ids + wanted[:-1]))["rows"][1][2], abs=1e-6)
     assert found["ids"] == ids + wanted
     assert found["text"] == prompt + mini.tokenizer.after(ids).decode(wanted)
 

@@ -3,7 +3,7 @@
 import { ramp } from "./colour.js";
 import { svg } from "./dom.js";
 import { axes, crosshair, edges, fitted, LABELLED, layoutOf } from "./map_scene.js";
-import { weightWords } from "./numbers.js";
+import { percent } from "./numbers.js";
 import { cancel, nextFrame } from "./state.js";
 import { FIRST, Look, painted, TILE } from "./tiles.js";
 
@@ -38,7 +38,7 @@ export class MapColours {
   /** Both ends in words. */
   ends(pool, scale, zoom) {
     const { low, high } = this.span(pool, scale, zoom);
-    return { low: scale === "log" ? `≤ ${weightWords(low)}` : "0", high: weightWords(high) };
+    return { low: scale === "log" ? percent(low).replace(/^(?!<)/, "≤ ") : "0", high: percent(high) };
   }
 
   /** The Look for the tiles of a zoom. */

@@ -222,7 +222,7 @@ class Compare {
     const note = matrix.exact ? null : h("small", { "data-tip": "each cell is the largest weight of its block" }, " · pooled");
     const whose = a.source === b.source ? null : h("small", {}, ` · ${source.name}`);
     return h("figure", { class: "compare-figure" },
-      h("figcaption", {}, h("span", {}, title, note, whose), name === "A" || !variation ? legend({ low: `≤ ${weightWords(low)}`, high: percent(top) }) : null),
+      h("figcaption", {}, h("span", {}, title, note, whose), name === "A" || !variation ? legend({ low: percent(low).replace(/^(?!<)/, "≤ "), high: percent(top) }) : null),
       side.box.element);
   }
 

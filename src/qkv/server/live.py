@@ -209,7 +209,7 @@ class Live:
             The fields of `qkv.server.schemas.StepAnswer`; probabilities are those without the sampling temperature.
         """
         ids, changes = self._read(request)
-        found = self._run(ids, changes)
+        found = self._run(ids, changes, [request.layer])
         probabilities = Sampler(temperature=request.sampling_temperature).probabilities(
             found.logits, torch.tensor([ids])
         )
@@ -221,7 +221,7 @@ class Live:
             "probability": float(found.probabilities[token]),
             "top": self._listed(found, _likeliest([found], request.k)),
             "tokens": self._names(ids),
-            "row": found.weights[request.layer, request.head, -1].tolist(),
+            "row": found.weights[0, request.head, -1].tolist(),
         }
 
     # The types of a request limit its text, normalizers and temperatures: see `qkv.server.schemas`.
@@ -254,8 +254,10 @@ class Live:
             settings[e.layer, e.head] = (None if e.normalizer == own else e.normalizer, e.temperature)
         return ids, {at: _change(*setting) for at, setting in settings.items() if setting != (None, 1)}
 
-    def _run(self, ids: Sequence[int], changes: Mapping[Key, edits.Edit | str]) -> ForwardPass:
-        """One forward over the tokens, with these edits; a profile inside reads its weights."""
+    def _run(
+        self, ids: Sequence[int], changes: Mapping[Key, edits.Edit | str], layers: list[int] | None = None
+    ) -> ForwardPass:
+        """One forward over the tokens, with these edits; a profile inside reads the weights of all or some layers."""
         model: Any = self.loaded.model
         logits: list[Tensor] = []
 
@@ -266,7 +268,9 @@ class Live:
         try:
             with evaluation_mode(model), torch.inference_mode(), edit(model, changes) if changes else nullcontext():
                 tokens = torch.tensor([list(ids)], device=device_of(model))
-                found = profile(model, tokens, map_tokens=len(ids), map_bins=0, probe=False, progress=False)
+                found = profile(
+                    model, tokens, layers=layers, map_tokens=len(ids), map_bins=0, probe=False, progress=False
+                )
         finally:
             handle.remove()
         if list(found.groups) != ["self"]:
