@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import time
 import weakref
@@ -28,8 +27,7 @@ from qkv.profiler.capture import probes
 from qkv.profiler.capture.inputs import sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer, unobserved
-from qkv.profiler.capture.record import Measures, Record, Recorder, copied_to_cpu
-from qkv.profiler.capture.residual import nth
+from qkv.profiler.capture.record import Measures, Record, Recorder
 
 
 def observer_of(model: nn.Module, inputs: dict[str, Tensor], **settings: Any) -> Observer:
@@ -305,27 +303,3 @@ def test_fingerprint_keeps_no_part_of_a_model_alive_and_refuses_tensors_without_
     with torch.inference_mode():
         assert probes.fingerprint(nn.Linear(2, 2)) is None
     assert probes.fingerprint(nn.Linear(2, 2, device="meta")) is None
-
-
-def test_copies_of_statistics_from_a_card_lose_or_mix_up_values() -> None:
-    x = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(0))
-    statistics = qkv.measure(x, x, bins=2, mass={"near": qkv.masks.Window(2)})
-    copy, (vectors, nothing) = copied_to_cpu((statistics, ({"norm": x}, None)))
-    assert nothing is None
-    torch.testing.assert_close(vectors["norm"], x)
-    for field in dataclasses.fields(statistics):
-        if isinstance(want := getattr(statistics, field.name), Tensor):
-            torch.testing.assert_close(getattr(copy, field.name), want)
-    torch.testing.assert_close(copy.mass["near"], statistics.mass["near"])
-    torch.testing.assert_close(copy.thumbnail.mean, statistics.thumbnail.mean)
-
-
-@pytest.mark.parametrize("kind", ["normal", "few values", "constant", "not a number", "short"])
-def test_median_on_a_card_is_not_the_middle_value(kind: str) -> None:
-    values = torch.randn(3 if kind == "short" else 200_001, generator=torch.Generator().manual_seed(0))
-    if kind in ("few values", "constant"):
-        values = values.round() if kind == "few values" else torch.ones_like(values)
-    if kind == "not a number":
-        values[::3] = torch.nan
-    for at in (0, len(values) // 2, len(values) * 2 // 3 - 1):
-        torch.testing.assert_close(nth(values, at), values.sort().values[at], equal_nan=True, rtol=0, atol=0)

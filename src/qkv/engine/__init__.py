@@ -10,11 +10,12 @@ from qkv._packages import check_tested
 from qkv.engine.call import Call, Result, RowState, as_biases, as_mask, at_least_float32, detached, inverted
 from qkv.engine.level import search_level
 from qkv.engine.sharded import Shared
+from qkv.engine.sizes import on_card
 from qkv.engine.transforms import under_vmap
 
 check_tested("torch")
 
 __all__ = [
     "Call", "Result", "RowState", "Shared", "as_biases", "as_mask", "at_least_float32", "detached", "inverted",
-    "search_level", "under_vmap",
+    "on_card", "search_level", "under_vmap",
 ]  # fmt: skip

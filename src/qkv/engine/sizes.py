@@ -45,6 +45,15 @@ def sizes(device: torch.device) -> Sizes:
     return BY_DEVICE.get(device.type, BY_DEVICE["cuda"])
 
 
+HOSTS = ("cpu",)
+"""Types of the devices whose numbers are there at once; tests leave them out, so that a CPU stands for a card."""
+
+
+def on_card(x: Tensor) -> bool:
+    """Return whether a tensor is on a card, where reading a number waits for everything launched before."""
+    return x.device.type not in HOSTS
+
+
 GPUS = ("cuda",)
 """Types of the devices that torch's fused kernels, FlexAttention and Triton's kernels are for."""
 LARGEST_HEAD = 256

@@ -315,7 +315,7 @@ class Streaming(Mass):
 
     def __init__(self, first: int | Tensor = 0, n_keys: int = 0) -> None:
         n_first, last = self.first_keys, Window(self.last_keys, ahead=self.last_keys - 1)
-        if isinstance(first, int) or not first.any():
+        if isinstance(first, int):
             mask = Prefix(n_first) | last
         else:
             after = torch.arange(n_keys, device=first.device) - first[:, None]

@@ -30,6 +30,7 @@ from qkv.compat import Form, refuse_unknown
 from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax, tensor_of
 from qkv.engine.level import sink_weight
 from qkv.engine.sharded import RingAccumulator, Shared, blocks, positions
+from qkv.engine.sizes import on_card
 from qkv.engine.tiles import Tile
 from qkv.errors import InputError
 from qkv.kernels import attention, opaque, tiled
@@ -182,7 +183,7 @@ def measured(
     """
     call = detached(call)
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
-    by: Any = binding if call.q.device.type == "cpu" else triton  # which tests alone run on CPU
+    by: Any = triton if on_card(call.q) else binding
     one_pass = shared is None and by.unsupported_reason(call) is None
     known = {} if by is binding else {"rows": rows}
     if one_pass and (results := by.attend_and_measure(call, request, output=output, **known)) is not None:
@@ -215,7 +216,7 @@ def sweep(call: Call, rows: RowState, **options: Any) -> Statistics:
 def engine(call: Call) -> str:
     """Return what computes the statistics of a call, in one sentence."""
     call = replace(detached(call), dropout_p=0.0)
-    if call.q.device.type != "cpu":
+    if on_card(call.q):
         why = triton.unsupported_reason(call)
         return f"tiles of tensor operations: {why}" if why else "Triton, in one pass after the output"
     why = None if isinstance(binding.library(), str) else binding.unsupported_reason(call)
@@ -291,7 +292,7 @@ def checked(
         part.check(grid)
     if queries is not None:
         _check_queries(queries, call.q)
-        if queries.device.type == "cpu" and queries.all():  # on a GPU, the answer would be waited for
+        if not on_card(queries) and queries.all():  # on a card, the answer would be waited for
             queries = None
     if bins is not None and bins < 1:
         raise InputError(f"bins is {bins}, expected at least 1, or None")

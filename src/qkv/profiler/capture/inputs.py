@@ -134,6 +134,9 @@ def sequences_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Sequences:
     pad = getattr(getattr(model, "config", None), "pad", None)
     if isinstance(pad, int):
         real_source, real_target = real_source or _unequal(source, pad), real_target or _unequal(target, pad)
+    real_source, real_target = (
+        {n: mask for n, mask in real.items() if not bool(mask.all())} for real in (real_source, real_target)
+    )
     return Sequences(source, target, two, real_source, real_target if two else real_source)
 
 
@@ -387,6 +390,12 @@ class Tokens:
     @property
     def special(self) -> list[str]:
         return list(getattr(self.tokenizer, "all_special_tokens", ()) or ())
+
+
+def first_real(keys: Bool[Tensor, "b n"]) -> int | Int[Tensor, " b"]:
+    """The position of the first real token of each text, on the CPU; 0 if it is 0 in all of them."""
+    first = keys.to(torch.int8).argmax(1).cpu()
+    return first if bool(first.any()) else 0
 
 
 def nan_error(module: str, what: str = "weights") -> InputError:

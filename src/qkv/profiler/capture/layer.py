@@ -17,8 +17,9 @@ from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.masks import Mask, Region
+from qkv.profiler.capture.inputs import first_real
 from qkv.profiler.capture.pieces import Joint, Part, Piece, Selections, cropped, scores_of
-from qkv.profiler.capture.record import PREFIX, Measures, ObservedCall, Record
+from qkv.profiler.capture.record import PREFIX, Measures, ObservedCall, Record, refuse_nan
 from qkv.profiler.data.variables import UNFUSED
 from qkv.statistics.result import Statistics, Thumbnail, bin_size
 
@@ -172,6 +173,7 @@ class Layer:
         by_scores = waiting[0].q is None
         whole = joint.start == 0 and len(joint.rows) == joint.stop
         _, statistics, weights = now.measures.of(observed, norms=joint.norms() if by_scores else observed.norms)
+        refuse_nan(self.module, statistics)
         vectors = observed.vectors() if whole and not by_scores else {}
         record = self._record(statistics, vectors, weights, observed.queries, observed.keys)
         return Measured(joint.start, joint.stop - joint.start, len(now.selections), joint.rows, record)
@@ -190,7 +192,7 @@ class Layer:
         if not bool(joint.recorded.all()):
             recorded = joint.recorded.to(call.q.device).expand(len(call.q), -1)
             queries = recorded if queries is None else recorded & queries
-        first = 0 if keys is None else keys.to(torch.int8).argmax(1)
+        first = 0 if keys is None else first_real(keys)
         return ObservedCall(
             self.module, self.group, self.number, call, None, queries, keys, first, self.causal, self.source
         )

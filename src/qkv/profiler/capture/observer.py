@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,15 @@ class Run:
     sequences: Sequences = field(default_factory=Sequences)
     forward: Forward | None = None  # whose text is known
     outer: Run | None = None  # the run inside of which a hook has called the model
+    firsts: deque[tuple[Tensor, int | Tensor]] = field(default_factory=lambda: deque(maxlen=4))
+
+    def first(self, keys: Tensor) -> int | Tensor:
+        """`first_real` of a padding mask, read once for all layers: on a card it waits for the layers before."""
+        for known, first in self.firsts:
+            if known is keys:
+                return first
+        self.firsts.append((keys, inputs.first_real(keys)))
+        return self.firsts[-1][1]
 
 
 @dataclass(eq=False)
@@ -373,7 +383,7 @@ class Observer:
             keys = (run.sequences.real_target if group == "decoder" else run.sequences.real_source).get(n_keys)
         queries = keys if group != "cross" and n_queries == n_keys else run.sequences.real_target.get(n_queries)
         queries = None if steps else queries
-        first = 0 if keys is None else keys.to(torch.int8).argmax(1)
+        first = 0 if keys is None else run.first(keys)
         step = 0 if steps else None
         observed = ObservedCall(name, group, layer, call, None, queries, keys, first, causal, source, own, step)
         if steps:

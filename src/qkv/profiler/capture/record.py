@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from qkv import ring
-from qkv.engine import Call, Result, RowState, Shared, at_least_float32, detached
+from qkv.engine import Call, Result, RowState, Shared, at_least_float32, detached, on_card
 from qkv.errors import InputError
 from qkv.huggingface.attention import is_causal
 from qkv.kernels import eager, serve, serving
@@ -68,7 +69,7 @@ class ObservedCall:
     lse: Tensor | None
     queries: Tensor | None  # (batch, nq), True at real tokens, or None if all are real
     keys: Tensor | None
-    first: int | Tensor  # position of the first key of the text, by batch item if there is padding on the left
+    first: int | Tensor  # position of the first key of the text, as `capture.inputs.first_real` gives it
     causal: bool
     source: str  # as in `attrs["sources"]` of `qkv.profile`; a source in `WEIGHTS_ONLY` has no vectors (v is NaN)
     own: int = 0
@@ -94,8 +95,9 @@ class ObservedCall:
         call, (b, h, _, d) = detached(self.call), self.call.q.shape
         learned = call.normalizer.key if isinstance(call.normalizer, SumToOne) else None
         learned = None if learned is None or learned.shape[-1] != d else learned.detach().expand(b, h, d)
-        first = torch.as_tensor(self.first, device=call.k.device).expand(b)
+        first = self.first if isinstance(self.first, int) else on_device(self.first, call.k.device)
         found = (of or geometry)(call.q, call.k, first, self.queries, self.keys, learned)
+        found = with_directions(found) if of is None else found
         found["value_norm"] = value_norms(call, self.keys)
         return found
 
@@ -109,14 +111,14 @@ class Measures:
     map_bins: int = 64
     statistics: Sequence[Statistic] = ()
 
-    def masses(self, first: int | Tensor, n_keys: int) -> dict[str, Mask]:
+    def masses(self, first: int | Tensor, n_keys: int, device: torch.device) -> dict[str, Mask]:
         """The masks inside which the attention mass is measured, by statistic."""
-        return {s.name: s.mask for s in (Local(self.local_window), Streaming(first, n_keys))}
+        return {s.name: s.mask for s in (Local(self.local_window), _streaming(first, n_keys, device))}
 
     def of(
         self, observed: ObservedCall, result: Result | None = None, norms: Tensor | None = None
     ) -> tuple[Result, Statistics, Tensor | None]:
-        """Result, statistics, and the weights of a short call.
+        """Result, statistics, and the weights of a short call; see `refuse_nan`.
 
         Args:
             observed: the call.
@@ -125,7 +127,7 @@ class Measures:
         """
         call = detached(observed.call)
         options: dict[str, Any] = {
-            "mass": self.masses(observed.first, call.k.shape[2]),
+            "mass": self.masses(observed.first, call.k.shape[2], call.k.device),
             "first": observed.first,
             "queries": observed.queries,
         }
@@ -144,11 +146,6 @@ class Measures:
             rows = row_state(call, None if result.lse is None else result.lse.detach())
             statistics = sweep(call, rows, **options, **further)
         statistics = in_shares(call, statistics, statistics=[of_prefix], **options)
-        nan = statistics.received.isnan().any()
-        nan = nan if result.lse is None else nan | result.lse.isnan().any()
-        if nan:  # one synchronization with a GPU a layer
-            what = "scores" if result.lse is not None and result.lse.isnan().any() else "weights"
-            raise nan_error(observed.module, what)
         if not short:
             return result, statistics, None
         assert statistics.thumbnail is not None
@@ -174,9 +171,6 @@ class Measures:
         about = observed.vectors(vectors)
         norms = about.get("value_norm") if observed.call.values is None else None
         result, statistics, weights = self.of(observed, result, norms)
-        if statistics.entropy.device.type != "cpu":  # those of all layers could fill a card
-            statistics, copies, weights = copied_to_cpu((statistics, about, weights))
-            about.update(copies)
         record = Record(
             observed.module, observed.group, observed.layer, statistics, about, weights, observed.queries,
             observed.keys, observed.causal,
@@ -199,21 +193,41 @@ class Recorder:
 
     def __init__(self, measures: Measures | None = None) -> None:
         self.measures, self.records = measures or Measures(), list[Record]()
-        self.vectors = Together(geometry)
+        self.vectors, self.held = Together(geometry), 0
         self.group: ProcessGroup | None = None
         """The processes that share the sequence, if there are several."""
 
     def __call__(self, observed: ObservedCall, result: Result | None, changed: Mapping[int, Call]) -> Result:
         result, record = self.measures.record(observed, result, changed, self.vectors.add)
         self.records.append(record)
+        if not on_card(record.statistics.received):
+            refuse_nan(record.module, record.statistics)
+            return result
+        self.held += sum(x.nbytes for x in tensors_of((record.statistics, record.weights)))
+        if self.held > ON_CARD:
+            self._fetch()
         return result
 
     def finish(self) -> None:
-        """Measure what waits for more calls of the same sizes."""
+        """Measure what waits for more calls of the same sizes, and copy what is on a card."""
         self.vectors.finish()
-        for record in self.records:
-            if on_card := {name: x for name, x in record.geometry.items() if x.device.type != "cpu"}:
-                record.geometry.update(copied_to_cpu(on_card))
+        self._fetch()
+
+    def _fetch(self) -> None:
+        """Copy the numbers of all layers that are on a card to the CPU together, and refuse NaN there."""
+        waiting = [
+            i
+            for i, record in enumerate(self.records)
+            if any(map(on_card, (record.statistics.received, *record.geometry.values())))
+        ]
+        records = [self.records[i] for i in waiting]
+        copies = copied_to_cpu(tuple((r.statistics, r.weights, r.geometry) for r in records))
+        for i, record, (statistics, weights, of_call) in zip(waiting, records, copies, strict=True):
+            record.geometry.update(of_call)
+            with_directions(record.geometry)
+            self.records[i] = replace(record, statistics=statistics, weights=weights)
+            refuse_nan(record.module, statistics)
+        self.held = 0
 
     def shared(self, name: str, group: str, layer: int, shared: Shared, result: Result) -> None:
         """Measure a call that several processes make together: each records the statistics of the whole sequence."""
@@ -223,11 +237,29 @@ class Recorder:
                 "statistics are not supported; expected none"
             )
         self.group, call = shared.group, detached(shared.call)
-        mass, of_prefix = self.measures.masses(0, shared.grid.n_keys), [PrefixSinkScores(PREFIX)]
+        mass, of_prefix = self.measures.masses(0, shared.grid.n_keys, call.k.device), [PrefixSinkScores(PREFIX)]
         found = sweep(call, RowState(result.lse), mass=mass, statistics=of_prefix, shared=shared)
         whole = mapped(replace(found, prefix_sink_scores=None), lambda x: ring.unshard(x, shared.group))
         whole = replace(whole, prefix_sink_scores=found.prefix_sink_scores)  # every process has all of them
         self.records.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
+
+
+def refuse_nan(module: str, statistics: Statistics) -> None:
+    """Raise `InputError` if some are NaN. This waits for a card; a `Recorder` copies those of all layers first."""
+    for what, x in (("scores", statistics.lse), ("weights", statistics.received)):
+        if x is not None and bool(x.isnan().any()):
+            raise nan_error(module, what)
+
+
+@lru_cache(maxsize=8)
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor that is the same in all layers, moved once: each copy to a card waits for what the card computes."""
+    return x.to(device)
+
+
+@lru_cache(maxsize=8)
+def _streaming(first: int | Tensor, n_keys: int, device: torch.device) -> Streaming:
+    return Streaming(first if isinstance(first, int) else on_device(first, device), n_keys)
 
 
 def served(call: Call) -> Result:
@@ -266,46 +298,65 @@ def of_items(value: T, items: Int[Tensor, " b"]) -> T:
     return mapped(value, lambda x: x[items.to(x.device)])
 
 
-def copied_to_cpu(values: T) -> T:
-    """The values with float32 copies of all tensors, made by one transfer."""
+def tensors_of(values: object) -> list[Tensor]:
+    """All tensors in tuples, mappings and dataclasses."""
     tensors: list[Tensor] = []
     mapped(values, lambda x: tensors.append(x) or x)  # type: ignore[func-returns-value]
-    together = torch.cat([x.reshape(-1).float() for x in tensors]).cpu()
-    copies = iter(together.split([x.numel() for x in tensors]))
-    return mapped(values, lambda x: next(copies).view(x.shape))
+    return tensors
 
 
-TOGETHER = 2**23  # bytes of the tensors that are summarised together: they stay in the cache of a processor
+def copied_to_cpu(values: T) -> T:
+    """The values with copies of all tensors that are on a card, made by one transfer from each card."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for x in filter(on_card, tensors_of(values)):
+        by_device.setdefault(x.device, []).append(x)
+    copies: dict[int, Tensor] = {}
+    for tensors in by_device.values():
+        tensors.sort(key=lambda x: -x.itemsize)  # so that each is aligned
+        flat = (x.contiguous().as_strided((x.numel(),), (1,)) for x in tensors)
+        together = torch.cat([x.view(torch.uint8) for x in flat]).cpu()
+        parts = together.split([x.nbytes for x in tensors])
+        copies |= {id(x): part.view(x.dtype).view(x.shape) for x, part in zip(tensors, parts, strict=True)}
+    return mapped(values, lambda x: copies.get(id(x), x))
+
+
+ON_CARD = 2**28  # bytes of the statistics that stay on a card until they are copied together
+TOGETHER, TOGETHER_ON_CARD = 2**23, 2**27
+"""Bytes of the tensors that are summarised together: on a CPU they stay in its cache, on a card they save launches."""
 
 
 class Together:
     """Summarises tensors of equal sizes together: on a short text an operation costs more than its numbers.
 
     Args:
-        summarise: gives tensors by name; the first dimension of its arguments and its results is the batch.
+        summarise: gives tensors by name; the first dimension of its tensors and its results is the batch. Its other
+            arguments are equal for all that are summarised together.
     """
 
     def __init__(self, summarise: Callable[..., dict[str, Tensor]]) -> None:
         self.summarise = summarise
-        self.waiting: dict[Any, list[tuple[list[Tensor | None], dict[str, Tensor]]]] = {}
+        self.waiting: dict[Any, list[tuple[list[Any], dict[str, Tensor]]]] = {}
 
-    def add(self, *tensors: Tensor | None) -> dict[str, Tensor]:
+    def add(self, *arguments: Tensor | int | None) -> dict[str, Tensor]:
         """A mapping that has the summary of these tensors at the latest after `finish`.
 
         The tensors are copied, because the model may change them in place; large ones are summarised at once.
         """
         found = dict[str, Tensor]()
-        size = sum(x.nbytes for x in tensors if x is not None)
+        size, kind = 0, list[Any]()
+        for x in arguments:
+            size += x.nbytes if isinstance(x, Tensor) else 0
+            kind.append((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x)
+        most = TOGETHER_ON_CARD if any(on_card(x) for x in arguments if isinstance(x, Tensor)) else TOGETHER
         with torch.inference_mode(False), torch.no_grad():
-            if 2 * size > TOGETHER:
-                found.update(self.summarise(*tensors))
+            if 2 * size > most:
+                found.update(self.summarise(*arguments))
                 return found
-            copies = [None if x is None else x.clone() for x in tensors]
-        kind = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
-        waiting = self.waiting.setdefault(kind, [])
+            copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+        waiting = self.waiting.setdefault(tuple(kind), [])
         waiting.append((copies, found))
-        if (len(waiting) + 1) * size > TOGETHER:
-            self._summarise(kind)
+        if (len(waiting) + 1) * size > most:
+            self._summarise(tuple(kind))
         return found
 
     def finish(self) -> None:
@@ -314,10 +365,10 @@ class Together:
             self._summarise(kind)
 
     def _summarise(self, kind: Any) -> None:
-        tensors, results = zip(*self.waiting.pop(kind), strict=True)
+        arguments, results = zip(*self.waiting.pop(kind), strict=True)
         with torch.inference_mode(False), torch.no_grad():
-            columns = zip(*tensors, strict=True)
-            together = self.summarise(*(None if column[0] is None else torch.cat(column) for column in columns))
+            columns = zip(*arguments, strict=True)
+            together = self.summarise(*(torch.cat(x) if isinstance(x[0], Tensor) else x[0] for x in columns))
             for name, values in together.items():
                 for one, value in zip(results, values.chunk(len(results)), strict=True):
                     one[name] = value
@@ -331,7 +382,7 @@ DIRECTIONS = 3  # number of principal directions of the keys whose share of the 
 def geometry(
     q: Float[Tensor, "b h nq d"],
     k: Float[Tensor, "b hkv nk d"],
-    first: Int[Tensor, " b"],
+    first: int | Int[Tensor, " b"],
     queries: Bool[Tensor, "b nq"] | None = None,
     keys: Bool[Tensor, "b nk"] | None = None,
     learned: Float[Tensor, "b h d"] | None = None,
@@ -350,18 +401,19 @@ def geometry(
         ``query_norm`` (b, h, nq), ``key_norm`` (b, h, nk); (b, h): ``cosine_first``, mean cosine
         of the queries to the first key, ``cosine_others``, to all other keys, ``first_key_angle``, degrees between the
         first key and the mean of the others, ``key_bias_cosine``, mean cosine of the queries to the learned key;
-        and ``key_directions`` (b, h, 3), shares of the variance of the keys along their first principal directions.
+        and ``key_directions`` (b, h, 3), shares of the variance of the keys along their first principal directions. On
+        a card ``key_scatter`` (b, hkv, m, m), products of the centred keys, of which `with_directions` makes them.
     """
     wide = at_least_float32(q.dtype)
     group = q.shape[1] // k.shape[1]
     real_q, real_k = _real(queries, q), _real(keys, k)
     q, k = (_without_padding(x.to(wide), real) for x, real in ((q, queries), (k, keys)))
     query_norm, key_norm = (torch.linalg.vector_norm(x, dim=-1) for x in (q, k))
-    is_first = torch.arange(k.shape[2], device=k.device) == first[:, None]
-    other = (real_k & ~is_first[:, None]).to(wide)
+    at = first if isinstance(first, int) else first[:, None, None]
+    other = (real_k & (torch.arange(k.shape[2], device=k.device) != at)).to(wide)
 
     query = _mean(q, real_q.to(wide), query_norm)
-    first_key = k.gather(2, first[:, None, None, None].expand(-1, k.shape[1], 1, k.shape[3]))[:, :, 0]
+    first_key = k[:, :, at] if isinstance(at, int) else k.take_along_dim(at[..., None], 2)[:, :, 0]
     rest = _mean(k, other)
     found = {
         "query_norm": query_norm,
@@ -369,20 +421,29 @@ def geometry(
         "cosine_first": (query * _of_query_heads(_unit(first_key), group)).sum(-1),
         "cosine_others": (query * _of_query_heads(_mean(k, other, key_norm), group)).sum(-1),
         "first_key_angle": _of_query_heads(_angle(first_key, rest), group),
-        "key_directions": _of_query_heads(leading_shares(_scatter(k, real_k), DIRECTIONS), group),
+        "key_scatter": _scatter(k, keys),
     }
     single = other.sum(2) == 0  # a text of one token has no other keys
     for name in ("cosine_others", "first_key_angle"):
         found[name] = found[name].masked_fill(single, torch.nan)
     if learned is not None:
         found["key_bias_cosine"] = (query * _unit(learned.to(query))).sum(-1)
+    return found if on_card(k) else with_directions(found)
+
+
+def with_directions(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `geometry` gives, with the directions of the keys in place of their scatter; a card is waited for."""
+    if (scatter := found.pop("key_scatter", None)) is not None:
+        shares = leading_shares(scatter, DIRECTIONS)
+        found["key_directions"] = _of_query_heads(shares, found["key_norm"].shape[1] // scatter.shape[1])
     return found
 
 
 def value_norms(call: Call, keys: Bool[Tensor, "b nk"] | None) -> Float[Tensor, "b h nk"]:
     """Euclidean norms of the values, 0 at padding; `keys` is True at real keys."""
-    v = _without_padding(call.v.detach().to(at_least_float32(call.v.dtype)), keys)
-    return _of_query_heads(torch.linalg.vector_norm(v, dim=-1), call.q.shape[1] // call.v.shape[1])
+    norms = torch.linalg.vector_norm(call.v.detach(), dim=-1, dtype=at_least_float32(call.v.dtype))
+    norms = norms if keys is None else torch.where(keys[:, None], norms, 0)  # padding may hold NaN
+    return _of_query_heads(norms, call.q.shape[1] // call.v.shape[1])
 
 
 def _real(mask: Tensor | None, x: Tensor) -> Bool[Tensor, "b 1 n"]:
@@ -419,10 +480,10 @@ def _angle(a: Float[Tensor, "b h d"], b: Float[Tensor, "b h d"]) -> Float[Tensor
     return torch.rad2deg(2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1)))
 
 
-def _scatter(k: Float[Tensor, "b h n d"], real: Bool[Tensor, "b 1 n"]) -> Float[Tensor, "b h m m"]:
+def _scatter(k: Float[Tensor, "b h n d"], keys: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b h m m"]:
     """Sums of products of the centred keys, over keys or over dimensions, whichever are fewer in the result."""
-    centred = k - _mean(k, real.to(k.dtype))[:, :, None]
-    if not real.all():
-        centred = centred * real[..., None]
+    centred = k - _mean(k, _real(keys, k).to(k.dtype))[:, :, None]
+    if keys is not None:
+        centred = centred * keys[:, None, :, None]
     few = k.shape[2] < k.shape[3]  # then the smaller matrix of products of keys has the same eigenvalues
     return centred @ centred.mT if few else centred.mT @ centred

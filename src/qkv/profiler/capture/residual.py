@@ -18,19 +18,20 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from qkv.engine import at_least_float32
+from qkv.engine import at_least_float32, on_card
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
 from qkv.profiler.capture.datasets import Arrays, joined
 from qkv.profiler.capture.intercept import is_attention, unwatched
-from qkv.profiler.capture.record import Together
+from qkv.profiler.capture.record import Together, copied_to_cpu
 
 if TYPE_CHECKING:
     import xarray as xr
 
 
 MASSIVE, TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024, arXiv:2402.17762, §2
-SAMPLE = 2**16  # of the numbers, from which it is told about where their median lies
+ABOVE = float(np.nextafter(np.float32(MASSIVE), np.float32(math.inf)))  # the next number in float32
+AT_ONCE = 2**23  # numbers whose bits are counted at a time on a card: each takes 8 bytes
 LARGEST = 3  # number of largest activations that are kept with their positions
 
 OnHiddenStates = Callable[[str, int, Tensor], None]  # stack, depth, hidden states
@@ -211,6 +212,8 @@ class Residuals:
 
     source: Mapping[int, Bool[Tensor, "b n"]] = field(default_factory=dict)
     target: Mapping[int, Bool[Tensor, "b n"]] = field(default_factory=dict)
+    places: dict[tuple[bool, int, torch.device], list[Tensor]] = field(default_factory=dict)
+    """Positions of the real tokens of each text, by side, length and device: found once, as it waits for a card."""
     stacks: dict[str, list[list[dict[str, Tensor]]]] = field(default_factory=dict)
     """By stack, depth and text: what `_summarised` gives."""
     together: Together = field(default_factory=lambda: Together(_summarised))
@@ -218,12 +221,15 @@ class Residuals:
     @torch.no_grad()
     def record(self, stack: str, depth: int, hidden: Float[Tensor, "b n d"]) -> None:
         """Summarise the hidden states at one depth."""
-        real = (self.target if _DECODER.search(stack) else self.source).get(hidden.shape[1])
-        texts = hidden if real is None or bool(real.all()) else [x[r] for x, r in zip(hidden, real, strict=True)]
+        of_target, (_, n, _), device = _DECODER.search(stack) is not None, hidden.shape, hidden.device
+        real, place = (self.target if of_target else self.source).get(n), (of_target, n, device)
         states = self.stacks.setdefault(stack, [])
         assert depth == len(states)
         with unwatched():
-            states.append([self.together.add(x.to(at_least_float32(x.dtype))[None]) for x in texts])
+            if real is not None and place not in self.places:
+                self.places[place] = [text.nonzero()[:, 0].to(device) for text in real]
+            texts = hidden if real is None else [x[at] for x, at in zip(hidden, self.places[place], strict=True)]
+            states.append([self.together.add(x[None]) for x in texts])
 
 
 def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
@@ -235,6 +241,10 @@ def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
     found = {}
     for run in runs:
         run.together.finish()
+        depths = [texts for states in run.stacks.values() for texts in states]
+        summaries = [summary for texts in depths for summary in texts]
+        for summary, copy in zip(summaries, copied_to_cpu(tuple(summaries)), strict=True):
+            summary.update(copy)
     for stack in runs[0].stacks:
         parts = [run.stacks.get(stack, []) for run in runs]
         if len({len(states) for states in parts}) == 1:
@@ -246,7 +256,7 @@ def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
 def _dataset(stack: str, texts: list[list[dict[str, Tensor]]]) -> xr.Dataset:
     parts = []
     for text in texts:
-        values = {name: torch.cat([state[name].cpu() for state in text]).numpy()[None] for name in text[0]}
+        values = {name: torch.cat([state[name] for state in text]).numpy()[None] for name in text[0]}
         with np.errstate(divide="ignore", invalid="ignore"):
             values["ratio"] = values["largest"][..., 0] / values["median"]
             values["first_ratio"] = values["first"] / values["median"]
@@ -262,23 +272,25 @@ def _dataset(stack: str, texts: list[list[dict[str, Tensor]]]) -> xr.Dataset:
 
 
 def _summarised(x: Float[Tensor, "t n d"]) -> dict[str, Tensor]:
-    """Norms, similarity and largest activations of the hidden states of texts of equal length."""
-    size = x.abs()
+    """Norms, similarity and largest activations of the hidden states of texts of equal length.
+
+    On a card nothing waits for a number.
+    """
+    size, wide = x.abs(), at_least_float32(x.dtype)
     # The largest activations belong to the tokens with the largest maxima, so only these few rows are sorted.
     of_token, d = size.amax(2), x.shape[2]
     tokens = of_token.topk(min(LARGEST, x.shape[1])).indices
     rows = size.gather(1, tokens[..., None].expand(-1, -1, d)).flatten(1)
     largest, at = rows.topk(min(LARGEST, rows.shape[1]))
     empty = 0, LARGEST - largest.shape[1]
-    median = _median(size)
-    near = of_token > MASSIVE
-    text, sizes = near.nonzero()[:, 0], size[near]
-    massive = ((sizes > MASSIVE) & (sizes >= TIMES_MEDIAN * median[text, None])).sum(1)
-    norm = torch.linalg.vector_norm(x, dim=2)
+    median = _median(size).to(wide)
+    above = math.nextafter(MASSIVE, math.inf) if wide == torch.float64 else ABOVE
+    least = (TIMES_MEDIAN * median).clamp(min=above)
+    norm = torch.linalg.vector_norm(x, dim=2, dtype=wide)
     return {
-        "norm": norm, "cosine": _mean_cosine(x, norm), "median": median, "first": of_token[:, 0],
-        "massive": massive.new_zeros(len(x)).index_add(0, text, massive),
-        "largest": nn.functional.pad(largest, empty, value=math.nan),
+        "norm": norm, "cosine": _mean_cosine(x.to(wide), norm), "median": median, "first": of_token[:, 0].to(wide),
+        "massive": (size >= least[:, None, None]).sum((1, 2)),
+        "largest": nn.functional.pad(largest.to(wide), empty, value=math.nan),
         "largest_token": nn.functional.pad(tokens.gather(1, at // d), empty, value=-1),
         "largest_dimension": nn.functional.pad(at % d, empty, value=-1),
     }  # fmt: skip
@@ -300,15 +312,37 @@ def _median(size: Float[Tensor, "t n d"]) -> Float[Tensor, " t"]:
     """The `median()` of each text, on a CPU by NumPy, which is several times as fast."""
     values = size.flatten(1)
     at = (values.shape[1] - 1) // 2
-    if size.device.type == "cpu":
-        return torch.from_numpy(np.partition(values.numpy(), at)[:, at].copy())
-    return torch.stack([nth(x, at) for x in values])
+    if on_card(size):
+        return nth(values, at)
+    values = values.to(at_least_float32(values.dtype))
+    return torch.from_numpy(np.partition(values.numpy(), at)[:, at].copy())
 
 
-def nth(values: Float[Tensor, " n"], at: int) -> Tensor:
-    """The value that would be at this index in ascending order; only those near it are sorted, which saves memory."""
-    sample = values[:: max(1, len(values) // SAMPLE) | 1].sort().values  # an odd step, so that it meets all dimensions
-    share = 0.96 * at / len(values)
-    low, high = (sample[int(x * len(sample))] for x in (share, share + 0.04))
-    near, before = values[(values >= low) & (values <= high)], int(torch.count_nonzero(values < low))
-    return near.sort().values[at - before] if 0 <= at - before < len(near) else values.sort().values[at]
+DIGIT = 16  # bits of a number that are counted at a time
+
+
+def nth(values: Float[Tensor, "t n"], at: int) -> Float[Tensor, " t"]:
+    """The value of each text that would be at this index in ascending order, of numbers that are not negative.
+
+    They have the order of their bits, of which 16 are found at a time (radix select). Nothing is sorted, so it takes
+    little memory, and nothing waits for a card. NaN is the largest number.
+    """
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+    t, bits = len(values), values.contiguous().view(integers)
+    of_text = 2**DIGIT * torch.arange(t, device=values.device)[:, None]
+    one = torch.ones((), dtype=torch.int32, device=values.device)
+    prefix = torch.zeros(t, 1, dtype=torch.int64, device=values.device)  # the bits that are found
+    before = torch.full_like(prefix, at)  # how many of the numbers with this prefix come before the one that is sought
+    for shift in range(8 * values.itemsize - DIGIT, -1, -DIGIT):
+        counts = torch.zeros(t << DIGIT, dtype=torch.int32, device=values.device)
+        for part in bits.split(max(1, AT_ONCE // t), 1):
+            digits = (part >> shift).long() if shift else part.long()
+            counted = one
+            if 8 * values.itemsize - shift > DIGIT:
+                counted, digits = (digits >> DIGIT == prefix).int(), digits & (2**DIGIT - 1)
+            counts.scatter_add_(0, (digits + of_text).flatten(), counted.expand(digits.shape).flatten())
+        upto = counts.view(t, -1).cumsum(1)
+        digit = torch.searchsorted(upto, before, right=True)
+        before = before - torch.where(digit > 0, upto.gather(1, (digit - 1).clamp(min=0)), 0)
+        prefix = (prefix << DIGIT) + digit
+    return prefix[:, 0].to(integers).view(values.dtype)

@@ -31,7 +31,7 @@ from qkv.profiler.capture.inputs import Special, batches, positions, sequences_o
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer, unobserved
 from qkv.profiler.capture.probes import weights_hash
-from qkv.profiler.capture.record import Measures, ObservedCall
+from qkv.profiler.capture.record import Measures, ObservedCall, refuse_nan
 from qkv.profiler.data.tables import SINK_THRESHOLD, is_delimiter
 from qkv.profiler.data.variables import checked_custom
 from qkv.profiler.surveys import corpus, data, on_ray
@@ -260,6 +260,7 @@ class Surveyor:
         batch, kinds = batch.to(call.q.device), self.kinds.to(call.q.device)
         counts = None if bool(batch.counted.all()) else batch.counted
         result, statistics, _ = self.measures.of(replace(observed, queries=counts))
+        refuse_nan(observed.module, statistics)
         layer = group.layers.get(observed.layer)
         if layer is None:
             layer = group.layers[observed.layer] = Layer(observed.module, call.q.shape[1], self.quantities)

@@ -20,7 +20,7 @@ from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
 from qkv.normalizers import LOG2_E
 from qkv.statistics.reduce import Request
-from qkv.statistics.result import Statistics, Thumbnail, bin_size, share_of_first
+from qkv.statistics.result import Statistics, Thumbnail, bin_size
 
 SMALLEST_DOT = 16  # smallest dimension of Triton's matrix product
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,8 +38,8 @@ OF_QUERIES = (
     "visible",
     "row_sum",
 )
-"""The first numbers of `found` of `kernels.by_row`; then the weight on the sink logit, the largest score,
-and Σ_j A_ij ‖v_j‖."""
+"""The first numbers of `found` of `kernels.by_row`; then the weight on the sink logit, the largest score, the
+log-sum-exp of the queries that count, and the first key's part of Σ_j A_ij ‖v_j‖."""
 SUMS = 6  # of each query, in memory, before those that are not always wanted
 STEP_TILES = 32  # tiles whose sums of keys are added up in float32
 MOST_KEYS = 2**21  # the sums of the second moments are 64-bit integers
@@ -79,21 +79,37 @@ def _mask_parts(mask: Mask | None, grid: Grid) -> MaskParts | None:
 
 
 def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] | None:
-    """Return a mask as a band and further keys (1 or b, nk) int8; None if it has another form."""
+    """Return a mask as a band and further keys (1 or b, nk); None if it has another form."""
+    band, keys = None, None
+    for part in mask.alternatives():
+        of_keys = part.key_mask(grid)
+        if part.band is not None and band is None:
+            band = part.band
+        elif of_keys is not None:
+            keys = of_keys if keys is None else keys | of_keys
+        else:
+            return None
+    return (math.inf, -math.inf) if band is None else band, keys
 
-    def union() -> tuple[tuple[float, float], Tensor | None] | None:
-        band, keys = None, None
-        for part in mask.alternatives():
-            of_keys = part.key_mask(grid)
-            if part.band is not None and band is None:
-                band = part.band
-            elif of_keys is not None:
-                keys = of_keys if keys is None else keys | of_keys
-            else:
-                return None
-        return (math.inf, -math.inf) if band is None else band, None if keys is None else keys.to(torch.int8)
 
-    return cached_for_mask(mask, grid, "union", union)
+def _unions(masks: tuple[Mask, ...], grid: Grid) -> tuple[list[tuple[float, float]], Tensor | None] | None:
+    """Return the bands of masks and, if any has further keys, those of all (masks, b, nk); None for another form."""
+
+    def unions() -> tuple[list[tuple[float, float]], Tensor | None] | None:
+        found = [union for union in (_union(mask, grid) for mask in masks) if union is not None]
+        if len(found) < len(masks):
+            return None
+        bands, keys = [band for band, _ in found], None
+        if any(of_mask is not None for _, of_mask in found):
+            keys = torch.zeros(len(masks), grid.batch, grid.n_keys, dtype=torch.int8, device=grid.device)
+            for row, (_, of_mask) in zip(keys, found, strict=True):
+                if of_mask is not None:
+                    row.copy_(of_mask)
+        return bands, keys
+
+    if not all(mask.cacheable for mask in masks):
+        return unions()
+    return cached_for_mask(masks[0], grid, ("unions", masks[1:]), unions)
 
 
 def _bias_forms(call: Call) -> tuple[ByDistance | None, SoftCap | None, bool] | None:
@@ -147,8 +163,8 @@ def attend_and_measure(
     (b, h, n_queries, d), (_, key_heads, n_keys, dv), device = q.shape, v.shape, q.device
     grid, heads = call.grid, b * h
     mass, queries, prefix_keys, bins = request.mass, request.queries, request.prefix_keys, request.bins
-    unions = [union for union in (_union(mask, grid) for mask in mass.values()) if union is not None]
-    if len(unions) < len(mass):
+    unions = _unions(tuple(mass.values()), grid) if mass else ([], None)
+    if unions is None:
         return None
     mask_parts = _mask_parts(call.mask, grid)
     assert mask_parts is not None
@@ -187,45 +203,42 @@ def attend_and_measure(
         )  # fmt: skip
 
     block = statistics_options(d, q.dtype) | {"D": _power_of_two(d)}
-    pooled, pools, query_bin, key_bin, step = None, (1, 1, 1), 1, 1, STEP_TILES * block["BM"]
+    pooled_shape, pools, query_bin, key_bin, step = (0,), (1, 1, 1), 1, 1, STEP_TILES * block["BM"]
     if bins is not None:  # a tile pools to bins of at most its size; the keys of larger ones are joined below
         query_bin, key_bin = bin_size(n_queries, bins), bin_size(n_keys, bins)
         pools = (1 + (query_bin > block["BM"]), min(query_bin, block["BM"]), min(key_bin, block["BN"]))
         columns = _cdiv(n_keys, key_bin) * (key_bin // pools[2])
-        pooled = torch.zeros(2, b, h, _cdiv(n_queries, query_bin), columns, device=device)
+        pooled_shape = (2, b, h, _cdiv(n_queries, query_bin), columns)
         step = min(step, query_bin) if pools[0] == 2 else step
-    norms, largest = None, nothing
-    if request.value_norms is not None:  # as parts of the largest, since they are added up as integers
-        largest = request.value_norms.nan_to_num(0, 0).amax().clamp(min=torch.finfo(torch.float32).tiny).float()
-        norms = (request.value_norms / largest).contiguous()
+    norms, largest = nothing, nothing
+    if request.value_norms is not None:
+        norms = request.value_norms.float().contiguous()
+        largest = norms.amax()
     band, keys = mask_parts[:2]
     both_sides, few = band[0] < 0 < band[1], flags["HAS_IDS"] or flags["HAS_DENSE"]
     flags |= {"HAS_COUNTED": counted is not None}
-    planes = SUMS + (norms is not None) + 2 * both_sides + few + len(mass)
-    n_sums = heads * _cdiv(n_queries, block["BM"]) * block["BM"] * planes
-    zeros = torch.zeros(n_sums + heads * n_keys, dtype=torch.int64, device=device)
-    sums, totals = zeros[:n_sums], zeros[n_sums:].view(torch.float64)
+    planes = SUMS + (norms is not nothing) + 2 * both_sides + few + len(mass)
+    n_pooled, n_sums = math.prod(pooled_shape), heads * _cdiv(n_queries, block["BM"]) * block["BM"] * planes
+    zeros = torch.zeros(n_sums + 2 * _cdiv(n_pooled, 4) + heads * n_keys, dtype=torch.int64, device=device)
+    sums, pooled, totals = zeros.tensor_split((n_sums, len(zeros) - heads * n_keys))
+    pooled, totals = pooled.view(torch.float32)[:n_pooled].view(pooled_shape), totals.view(torch.float64)
     received, audience = empty(b, h, n_keys), empty(b, h, n_keys)
     counted = nothing if counted is None else counted
     of_queries = nothing if queries is None or few else queries.cumsum(1, dtype=torch.int32)
     of_mask = nothing if keys is None or few else keys.to(device).cumsum(1, dtype=torch.int32)
     run.statistics[(_cdiv(n_keys, block["BN"]), heads)](
-        q, k, key_lse, sinks, sums, received, totals, audience, received if pooled is None else pooled, counted,
-        nothing if norms is None else norms, of_queries, *of_keys, *of_sink, *shared, d, *place,
-        query_bin, *((0, 0) if pooled is None else pooled.shape[3:]), **flags, **block,
-        HAS_NORMS=norms is not None, BOTH_SIDES=both_sides, POOLED=0 if pooled is None else pools[0], POOL_M=pools[1],
+        q, k, key_lse, sinks, sums, received, totals, audience, pooled, counted, norms, largest, of_queries, *of_keys,
+        *of_sink, *shared, d, *place, query_bin, *((0, 0) if bins is None else pooled_shape[3:]), **flags, **block,
+        HAS_NORMS=norms is not nothing, BOTH_SIDES=both_sides, POOLED=0 if bins is None else pools[0], POOL_M=pools[1],
         POOL_N=pools[2], PLANES=planes, EVEN_D=d == block["D"], STEP=step, FLUSH=STEP_TILES * block["BM"] // step,
         STAGES=block["num_stages"],
     )  # fmt: skip
     small = {name: block[name] for name in ("BM", "D")} | {"EVEN_D": d == block["D"], "BN": min(block["BN"], 64)}
     if mass:
-        inside = None
-        if any(keys is not None for _, keys in unions):  # besides those of the bands: (masks, b, nk)
-            each = (_zeros(n_keys, device) if keys is None else keys for _, keys in unions)
-            inside = torch.stack([keys.expand(b, n_keys) for keys in each])
-        bands = _on_device(tuple(bound for band, _ in unions for bound in _bounds(band)), device)
+        bands, inside = unions
+        bounds = _on_device(tuple(bound for band in bands for bound in _bounds(band)), device)
         run.masses[(_cdiv(n_keys, small["BN"]), heads, len(mass))](
-            q, k, key_lse, sums, counted, bands, nothing if inside is None else inside, *of_keys, *shared, d, *place,
+            q, k, key_lse, sums, counted, bounds, nothing if inside is None else inside, *of_keys, *shared, d, *place,
             **{name: flag for name, flag in flags.items() if name != "HAS_SINK"}, **small, MASSES=len(mass),
             MASS_KEYS=inside is not None, PLANES=planes,
         )  # fmt: skip
@@ -236,26 +249,23 @@ def attend_and_measure(
             q, k, key_lse, sinks, counted, prefix, firsts, *of_keys, *of_sink, *shared, d, *place, prefix_keys,
             **flags, **small,
         )  # fmt: skip
-    found, masses = empty(len(OF_QUERIES) + 3, b, h, n_queries), empty(len(mass), b, h, n_queries)
+    found, masses = empty(len(OF_QUERIES) + 4, b, h, n_queries), empty(len(mass), b, h, n_queries)
     run.by_row[(_cdiv(n_queries, block["BM"]), heads)](
-        q, k, key_lse, sinks, sums, found, masses, firsts, counted, largest, of_mask, *of_keys, *of_sink, *shared, d,
-        *place, **{name: flag for name, flag in flags.items() if name not in ("WIDEN", "CARD")},
+        q, k, key_lse, lse, sinks, sums, found, masses, firsts, counted, norms, largest, of_mask, *of_keys, *of_sink,
+        *shared, d, *place, **{name: flag for name, flag in flags.items() if name not in ("WIDEN", "CARD")},
         **small | {"BN": block["BN"]},
-        HAS_NORMS=norms is not None, BOTH_SIDES=both_sides, MASSES=len(mass), PLANES=planes,
+        HAS_NORMS=norms is not nothing, BOTH_SIDES=both_sides, MASSES=len(mass), PLANES=planes,
     )  # fmt: skip
     thumbnail = None
-    if pooled is not None:
+    if bins is not None:
         (maximum, total), joined = pooled, key_bin // pools[2]
         if joined > 1:
             maximum, total = maximum.unflatten(-1, (-1, joined)).amax(-1), total.unflatten(-1, (-1, joined)).sum(-1)
         thumbnail = Thumbnail.of(maximum, total, n_queries, n_keys, query_bin, key_bin)
-    values, (on_sink, largest_score, of_values) = dict(zip(OF_QUERIES, found, strict=False)), found[len(OF_QUERIES) :]
-    shown = lse if queries is None else lse.masked_fill(~queries[:, None], -torch.inf)
-    first_contribution = None
-    if request.value_norms is not None:
-        first_contribution = share_of_first(values["sink"], of_values, request.value_norms, request.firsts)
+    values, rest = dict(zip(OF_QUERIES, found, strict=False)), found[len(OF_QUERIES) :]
+    on_sink, largest_score, counted_lse, first_contribution = rest
     return out, lse, Statistics(
-        lse=shown,
+        lse=lse if queries is None else counted_lse,
         max_logit=largest_score,
         **values,
         received=received,
@@ -263,7 +273,7 @@ def attend_and_measure(
         prefix_sink_scores=prefix,
         thumbnail=thumbnail,
         sink_mass=None if sink is None else on_sink,
-        first_contribution=first_contribution,
+        first_contribution=None if request.value_norms is None else first_contribution,
         mass=dict(zip(mass, masses, strict=True)),
     )  # fmt: skip
 
@@ -303,12 +313,6 @@ def _bounds(band: tuple[float, float]) -> tuple[int, int]:
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Return numbers as a tensor on a device; the same in every layer and call, they are copied there once."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
-@functools.lru_cache(maxsize=8)
-@torch.inference_mode(False)  # cached tensors must serve training too
-def _zeros(n: int, device: torch.device) -> Tensor:
-    return torch.zeros(1, n, dtype=torch.int8, device=device)
 
 
 def _bias_arguments(call: Call, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:

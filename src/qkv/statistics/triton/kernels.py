@@ -38,6 +38,7 @@ BITS_SCALE = tl.constexpr(2.0**25)
 SQUARES_SCALE = tl.constexpr(2.0**60)
 NORMS_SCALE = tl.constexpr(2.0**50)
 NAN_SUM = tl.constexpr(-(2**50))  # added in place of NaN; the sums of norms are not negative otherwise
+SMALLEST = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number of float32
 
 
 @triton.jit
@@ -335,7 +336,7 @@ def _integer(x):
 
 @triton.jit
 def statistics(
-    q, k, lse, sink, sums, received, totals, audience, pooled, counted, norms, query_counts,
+    q, k, lse, sink, sums, received, totals, audience, pooled, counted, norms, largest_norm, query_counts,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_sb, stride_sh, stride_sn,
     heads, share, n_queries, n_keys, offset, scale, unit, cap, distances, stride_distance, d,
     low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
@@ -351,7 +352,8 @@ def statistics(
     `sums` are 64-bit integers, 0 before: for each BM queries of each head, PLANES sums, in the order of `planes` of the
     host. `received` gets Σ a of each key, with `totals` (float64, 0 before) for its parts of STEP queries; `audience`
     how many queries see the key. `pooled` is (2, b·h, pooled_rows, pooled_columns), 0 before: maxima and sums over bins
-    of `query_bin` queries and POOL_N keys, in tiles (POOLED 1) or of several tiles (POOLED 2).
+    of `query_bin` queries and POOL_N keys, in tiles (POOLED 1) or of several tiles (POOLED 2). The `norms` of values
+    (b·h, n_keys) are added up as parts of the largest of all.
     """
     head, block = tl.program_id(1), tl.program_id(0)
     batch, h = head // heads, head % heads
@@ -376,6 +378,9 @@ def statistics(
     LANES: tl.constexpr = 4 if POOL_N >= 8 else 1
     COUNT: tl.constexpr = HAS_IDS or HAS_DENSE  # else the numbers of visible pairs are differences of bounds
     number = tl.zeros((BN,), tl.int32)
+    per_norm = 1.0
+    if HAS_NORMS:
+        per_norm = 1.0 / tl.maximum(tl.load(largest_norm), SMALLEST)
 
     # Rows [begin, end) see any of the keys. Of them, rows [all_begin, all_end) see all, in whole tiles.
     begin, end, all_begin, all_end = 0, n_queries, 0, n_queries // BM * BM
@@ -474,7 +479,7 @@ def statistics(
                     tl.atomic_add(at + SQUARES * BM, (tl.sum(squares, 1) * SQUARES_SCALE).to(tl.int64), sem="relaxed")
                     tl.atomic_max(at + TOP * BM, tl.max(highest, 1).to(tl.int64), sem="relaxed")
                     if HAS_NORMS:
-                        m = tl.sum(weighted, 1) * NORMS_SCALE
+                        m = tl.sum(weighted, 1) * per_norm * NORMS_SCALE
                         tl.atomic_add(at + NORMS * BM, tl.where(m >= 0.0, m.to(tl.int64), NAN_SUM), sem="relaxed")
                     if BOTH_SIDES and MASKED:
                         later = tl.where(columns[None, :] > (rows + offset)[:, None], p, 0.0)
@@ -600,7 +605,7 @@ def prefix_scores(
 
 @triton.jit
 def by_row(
-    q, k, lse, sink, sums, found, mass, firsts, counted, largest_norm, key_counts,
+    q, k, lse, total_lse, sink, sums, found, mass, firsts, counted, norms, largest_norm, key_counts,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_sb, stride_sh, stride_sn,
     heads, share, n_queries, n_keys, offset, scale, unit, cap, distances, stride_distance, d,
     low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
@@ -612,7 +617,8 @@ def by_row(
     """The statistics of BM queries of one head from their sums, and their weights on four keys.
 
     `found` gets the statistics in the order of `host.OF_QUERIES`, then the weight on the sink logit, the largest
-    score, and Σ A ‖v‖ with the norms of the values: (13, b·h, nq); `mass` gets those of the masses.
+    score, the log-sum-exp of the queries that count, and the first key's part of Σ A ‖v‖, the norms of the values:
+    (14, b·h, nq); `mass` gets those of the masses.
     """
     head = tl.program_id(1)
     batch, h = head // heads, head % heads
@@ -682,6 +688,15 @@ def by_row(
         score = _final(products, rows, key, h, n_queries, n_keys, bias, CAP, HAS_DISTANCE)
         weight = tl.exp2(tl.where(seen, score - shift, -NONE)) * share_of_keys
         tl.store(found + (1 + which) * size + write, weight, mask=inside)
+        if HAS_NORMS and which == 0:
+            largest = tl.load(largest_norm)
+            finite = largest * 0.0 + 1.0  # or NaN
+            norm = tl.load(at + NORMS * BM).to(tl.float64) / NORMS_SCALE * tl.maximum(largest, SMALLEST)
+            norm = norm * share_of_keys * finite
+            part = weight * tl.load(norms + head.to(tl.int64) * n_keys + key) / tl.where(norm > 0.0, norm, 1.0)
+            part = tl.where(norm == 0.0, 0.0, tl.minimum(part, 1.0))  # rounding
+            part = _or_nan(part, nan | ~(norm >= 0.0))
+            tl.store(found + 13 * size + write, part, mask=inside)
 
     tl.store(found + write, _or_nan(tl.where(empty, 0.0, tl.maximum(entropy, 0.0)), nan), mask=inside)
     tl.store(found + 5 * size + write, _or_nan(tl.where(empty, 0.0, distance), nan), mask=inside)
@@ -692,9 +707,9 @@ def by_row(
     tl.store(found + 10 * size + write, at_sink, mask=inside)
     score = tl.where(top > 0.0, (shift + tl.log2(tl.where(top > 0.0, top, 1.0))) * LN2, float("-inf"))
     tl.store(found + 11 * size + write, _or_nan(score, nan), mask=inside)
-    if HAS_NORMS:
-        norm = tl.load(at + NORMS * BM).to(tl.float64) / NORMS_SCALE * tl.load(largest_norm) * share_of_keys
-        tl.store(found + 12 * size + write, _or_nan(norm, nan | (norm < 0.0)), mask=inside)
+    if HAS_COUNTED:
+        whole_lse = tl.load(total_lse + write, mask=counts, other=float("-inf"))
+        tl.store(found + 12 * size + write, whole_lse, mask=inside)
     for m in tl.static_range(MASSES):
         of_mass = tl.load(at + (PLANES - MASSES + m) * BM).to(tl.float64) / SCALE * share_of_keys
         tl.store(mass + m * size + write, _or_nan(of_mass, nan), mask=inside)
