@@ -24,6 +24,7 @@ from qkv.engine import Call, RowState, sizes
 from qkv.kernels import fused
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
+from qkv.profiler.capture.record import tensors_of
 from qkv.statistics import PrefixSinkScores
 from qkv.statistics.measure import checked, measured, sweep
 from qkv.statistics.reduce import Request
@@ -168,6 +169,30 @@ def close(got: Tensor | None, want: Tensor, what: str, allowed: float) -> None:
     assert got.shape == want.shape, what
     off = torch.where(got.double() == want.double(), 0.0, (got.double() - want.double()).abs())
     assert float(off.max()) <= allowed, f"{what}: {float(off.max()):.2g} off, allowed {allowed:.2g}"
+
+
+@pytest.mark.parametrize("name", ["a window, masses", "padding on the left", "documents", "bfloat16"])
+def test_the_order_of_programs_changes_no_bit(name: str, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the last program runs first, in place of programs that run at the same time in any order."""
+    case = CASES[name]
+    q, k, v = case.tensors()
+    norms = v.float().norm(dim=-1).repeat_interleave(case.shape[1] // case.shape[2], 1)
+    call = Call.of(q, k, v, case.mask, case.biases, None, case.normalizer())
+    request = dataclasses.replace(checked(call, call.grid, **case.options()), value_norms=norms)
+    want = host.attend_and_measure(call, request, output=True)
+    if DEVICE == "cpu":
+        from triton.runtime.interpreter import interpreter_builder
+
+        place = interpreter_builder.set_grid_idx
+        monkeypatch.setattr(
+            interpreter_builder,
+            "set_grid_idx",
+            lambda *at: place(*(n - 1 - i for n, i in zip(interpreter_builder.grid_dim, at, strict=True))),
+        )
+    got = host.attend_and_measure(call, request, output=True)
+    pairs = zip(tensors_of(got), tensors_of(want), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert want[2].first_contribution is not None
 
 
 @pytest.mark.slow

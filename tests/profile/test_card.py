@@ -14,7 +14,8 @@ import qkv
 from benchmarks.launches import Card
 from qkv.engine import Result, sizes
 from qkv.errors import InputError
-from qkv.profiler.capture import record, residual
+from qkv.profiler.capture import probes, record, residual
+from qkv.profiler.capture.checking import Checks
 from qkv.profiler.capture.inputs import sequences_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
@@ -26,8 +27,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 def llama(layers: int) -> transformers.LlamaModel:
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=128,
     )  # fmt: skip
     return transformers.LlamaModel(config).eval()
 
@@ -66,6 +67,17 @@ def test_a_layer_adds_few_launches_and_waits_for_nothing(padded: bool, most: int
     assert (many - few - beside) / 4 <= most
     assert waits == few_waits
     assert waits == 2 or padded  # the copies of the statistics and of the hidden states, at the end
+
+
+def test_probes_run_on_the_device_of_the_model_and_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checks, "of_rows", lambda *of_layer: None)  # which compares numbers, once for each model
+    with torch.device("meta"):
+        model = llama(3)
+    with Card() as card:
+        found = probes.probe(model, torch.arange(9)[None])
+    assert len(found) == 3
+    assert {x.device.type for scores in found.values() for x in scores.values()} == {"cpu"}
+    assert card.waits == ["_to_copy"] * 3  # two texts to the card, and the scores of all layers back
 
 
 @pytest.fixture

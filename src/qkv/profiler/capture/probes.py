@@ -24,10 +24,11 @@ from torch.utils.weak import WeakIdRef
 
 from qkv.engine import Call
 from qkv.errors import InputError
+from qkv.masks import Region
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches, positions, vocabulary
 from qkv.profiler.capture.interventions import ACTIVE
-from qkv.profiler.capture.record import weights_of
+from qkv.profiler.capture.record import copied_to_cpu, weights_of
 from qkv.statistics.measure import rows_in_shares
 
 
@@ -264,7 +265,7 @@ def _probed(
         scores["probe_positional"] = _positional(a[0], a[2 * REPEATS :])
     for scores, a, _ in weights(twice):
         scores.update(_second_half(a, len(start), once))
-    return found
+    return copied_to_cpu(found)
 
 
 def _frame(ids: Tensor, special: set[int]) -> tuple[Tensor, Tensor]:
@@ -278,7 +279,7 @@ def _visible_queries(call: Call) -> Tensor:
     n = call.q.shape[2]
     if call.mask is None:
         return call.q.new_full((1, 1), n)
-    return call.mask.dense(n, n, batch=len(call.q), heads=call.q.shape[1])[..., 0].sum(2).clamp(min=1)
+    return call.mask.visible(Region(slice(0, n), slice(0, 1)), call.grid)[..., 0].sum(2).clamp(min=1)
 
 
 def _second_half(a: Float[Tensor, "b h n n"], start: int, once: int) -> Scores:

@@ -24,6 +24,7 @@ from qkv.statistics.result import Statistics, Thumbnail, bin_size
 
 SMALLEST_DOT = 16  # smallest dimension of Triton's matrix product
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HOPPER = (9, 0)
 OLDEST_CARD = (8, 0)  # compute capability, from which Triton has bfloat16 products
 UNBOUNDED = 2**30
 OF_QUERIES = (
@@ -202,8 +203,10 @@ def attend_and_measure(
             DV=_power_of_two(dv), EVEN_D=d == _power_of_two(d) and dv == _power_of_two(dv),
         )  # fmt: skip
 
-    block = statistics_options(d, q.dtype) | {"D": _power_of_two(d)}
-    pooled_shape, pools, query_bin, key_bin, step = (0,), (1, 1, 1), 1, 1, STEP_TILES * block["BM"]
+    block = statistics_options(d, q.dtype, _capability(device.index) if device.type in GPUS else HOPPER)
+    block |= {"D": _power_of_two(d)}
+    pooled_shape: tuple[int, ...] = (0,)
+    pools, query_bin, key_bin, step = (1, 1, 1), 1, 1, STEP_TILES * block["BM"]
     if bins is not None:  # a tile pools to bins of at most its size; the keys of larger ones are joined below
         query_bin, key_bin = bin_size(n_queries, bins), bin_size(n_keys, bins)
         pools = (1 + (query_bin > block["BM"]), min(query_bin, block["BM"]), min(key_bin, block["BN"]))
@@ -287,12 +290,16 @@ def forward_options(d: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"BM": tile, "BN": tile, "num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
 
 
-def statistics_options(d: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the same of the pass for statistics; what they compile to is printed by `benchmarks.gpu --static`."""
+def statistics_options(d: int, dtype: torch.dtype, capability: tuple[int, int]) -> dict[str, Any]:
+    """Return the same of the pass for statistics; what they compile to is printed by `benchmarks.gpu --static`.
+
+    Four warps have the tensor cores of compute capability 9.0 together; elsewhere eight do not spill registers.
+    """
     size, narrow = d * dtype.itemsize, dtype != torch.float32
-    keys = 128 if narrow and size <= 256 else 64 if size <= 512 else 32
-    rows = 64 if size <= 512 else 32
-    return {"BM": rows, "BN": keys, "num_warps": 4, "num_stages": 2 if size <= 256 else 1, "enable_fp_fusion": True}
+    keys = 128 if narrow and size <= 256 else 64 if narrow or size <= 256 else 32
+    rows = 64 if narrow and size <= 512 else 32
+    warps = 4 if narrow and capability[0] == HOPPER[0] else 8
+    return {"BM": rows, "BN": keys, "num_warps": warps, "num_stages": 2 if size <= 256 else 1, "enable_fp_fusion": True}
 
 
 def _power_of_two(n: int) -> int:
