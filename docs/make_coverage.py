@@ -35,8 +35,9 @@ the source for every module:
 * `interface`: the model uses transformers' attention interface, and qkv's kernels compute. Exact, in linear memory.
 * `sdpa`: the model calls `scaled_dot_product_attention` or `nn.MultiheadAttention`. Exact, in linear memory (except for
   the weights that `nn.MultiheadAttention` itself forms if it has to return them).
-* `softmax`: the model forms its scores and calls softmax itself. Exact, in quadratic memory, which the model needs
-  anyway; its queries, keys and values are not known.
+* `softmax`: the model writes its attention out: a softmax, a sigmoid or another function of a product of queries and
+  keys, which is multiplied with values. It is found by what is computed, not by the names of classes. Exact, in
+  quadratic memory, which the model needs anyway; its queries, keys and values are not known.
 * `returned`: the weights that an attention function of your own returns, see below.
 * `outputs`: the attention cannot be read during the forward pass, but a second forward pass returns the weights.
 
@@ -59,13 +60,17 @@ transformers' functions) runs as it is, so the model's output does not change. E
 * it is not, but the function returns weights whose product with the values is its output: these weights are measured;
 * neither: the model is refused. With `partial=True` the modules are listed instead.
 
-A module that forms its scores itself must state its number of heads, in an attribute such as `num_heads`.
+In a module that writes its attention out, heads are a part of the features, and batch items, tokens and windows are
+not: this tells which dimension of the weights is which. Where it cannot be told, the model is refused, and the message
+asks for the number of heads in an attribute `num_heads` of the module. Refused are also weights in blocks or bands,
+over channels, below 0, or divided by their sum only after the product with values.
 """
 EXACT, SDPA, FORMED = "exact", "exact, by SDPA", "from weights the model forms"
 PARTIAL, UNSUPPORTED = "partial", "not supported"
 VERDICTS = (EXACT, SDPA, FORMED, PARTIAL, UNSUPPORTED)
 NOTES = {
     "falcon_alibi": "compared by its output: its eager implementation computes something else",
+    "groupvit_vision": "its assignment of tokens to groups is not compared: the model does not return its weights",
     "prophetnet": "the main stream of its decoder only, as it returns it",
     "timesformer": "attention over time is not compared: the model does not return it",
 }

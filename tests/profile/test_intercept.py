@@ -25,7 +25,7 @@ from conftest import close, largest_tensor, rand, refused
 from qkv.huggingface.attention import call_of
 from qkv.kernels import eager
 from qkv.profiler.capture import observer as observation
-from qkv.profiler.capture.intercept import as_scores, of_multi_head, of_scores, of_sdpa
+from qkv.profiler.capture.calls import of_multi_head, of_scores, of_sdpa
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.run import profile
@@ -131,18 +131,6 @@ def test_softmax_over_scores_is_a_call_for_any_masking_value(lowest: float) -> N
     assert call.v.isnan().all()  # the values are not known
 
 
-def test_scores_with_ambiguous_dimensions_are_not_read() -> None:
-    x = rand(B, H, NQ, NK)
-    assert torch.equal(as_scores(x, H), x)
-    assert as_scores(x, None) is None  # heads may stand where queries do
-    assert torch.equal(as_scores(x.flatten(0, 1), H), x)
-    assert torch.equal(as_scores(rand(B, H, 3, NQ, NK), H)[3:], rand(B, H, 3, NQ, NK)[1].transpose(0, 1))
-    assert as_scores(x.transpose(1, 2), H) is None  # bands, as in Longformer
-    assert as_scores(x.flatten(0, 1), None) is None
-    assert as_scores(rand(B, 3, H, NQ, NK), H) is None  # blocks, as in LongT5
-    assert as_scores(rand(B, H, H, NQ, NK), H) is None
-
-
 class SelfAttention(nn.Module):
     """Forms its weights; `kind` says how they are normalized."""
 
@@ -209,19 +197,18 @@ def test_softmax_in_an_attention_module_is_recorded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["twice", "queries"])
-def test_unreadable_softmaxes_and_nan_scores_are_named(kind: str) -> None:
-    model = Model(SelfAttention("sdpa"), SelfAttention(kind)).eval()
-    rows = [
-        (model, r"did not pass through qkv: layers\.1 \(layers\.1: its?"),
-        (Model(SelfAttention(kind)).eval(), r"no attention call .* in another way: layers\.0"),
-        (Model(Gate()).eval(), r"no attention call that qkv can observe[^;]*$"),
-    ]
-    for refused_model, match in rows:
-        with refused("model", match):
-            profile(refused_model, IDS, progress=False)
-    result = profile(model, IDS, progress=False, partial=True)
-    assert result.attrs["unobserved"] == ["layers.1"]
-    assert result.attrs["sources"] == {"layers.0": "sdpa"}
+def test_weights_that_are_no_softmax_over_keys_are_recorded_as_they_are(kind: str) -> None:
+    layer = SelfAttention(kind)
+    result = profile(Model(layer).eval(), IDS, progress=False, probe=False)
+    assert layer.last is not None
+    np.testing.assert_allclose(result.data["weights"][:, 0], layer.last.detach(), atol=1e-6)
+    np.testing.assert_allclose(result.data["row_sum"][:, 0], layer.last.detach().sum(-1), atol=1e-5)
+
+
+def test_models_without_attention_and_nan_scores_are_named() -> None:
+    model = Model(SelfAttention("sdpa")).eval()
+    with refused("model", r"no attention call that qkv can observe[^;]*$"):
+        profile(Model(Gate()).eval(), IDS, progress=False)
     model.layers[0].project.weight.data[0, 0] = torch.nan
     with refused("model", r"NaN in layers\.0"):
         profile(model, IDS, progress=False)
@@ -398,21 +385,24 @@ def test_function_of_transformers_is_checked_on_the_first_layer(monkeypatch: pyt
         observed(hf.build("gemma2"), "gemma2")
 
 
-class CustomAttention(nn.Module):
-    """Its class is named as attention layers are, and it has no attribute for its number of heads."""
+def test_heads_that_cannot_be_told_from_batch_items_are_asked_for() -> None:
+    x = {"x": torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(0))}
+    with refused("model", match="set its attribute num_heads"):
+        profile(nn.Sequential(OrderedDict(layer=Hidden())), {"input": x["x"]})
+
+
+class Hidden(nn.Module):
+    """Heads are as many as batch items, and come out of a function that torch does not show."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q = x.unflatten(-1, (4, -1)).transpose(1, 2)
-        return (torch.softmax(q @ q.mT, -1) @ q).transpose(1, 2).flatten(2)
+        q: Any = Unseen.apply(x)
+        return (torch.softmax(q @ q.mT, -1) @ q).sum(1)
 
 
-def test_a_module_without_a_number_of_heads_is_asked_for_the_attribute() -> None:
-    model = nn.Sequential(OrderedDict(layer=CustomAttention()))
-    x = {"input": torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))}
-    with refused("model", match="num_heads; set one"):
-        profile(model, x)
-    model.layer.num_heads = 4  # type: ignore[assignment]
-    assert profile(model, x).data.sizes["head"] == 4
+class Unseen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x[:, None] * torch.arange(1, 5)[:, None, None]
 
 
 @torch.no_grad()

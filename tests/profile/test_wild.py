@@ -647,7 +647,7 @@ def test_changed_causality_of_modules_acts_where_it_acts_in_the_model(
         qkv.huggingface.use(copy.deepcopy(model))(**inputs)[0][real], want[real], atol=1e-4, rtol=1e-4
     )
     if acts:  # the check can fail: it calls the model's own function with the model's own arguments
-        monkeypatch.setattr(hf_attention, "causality", lambda *_: None)
+        monkeypatch.setattr(hf_attention, "causality", lambda module, _: not module.is_causal)
         with refused("model", match="sdpa_attention_forward, whose output differs"):
             qkv.profile(turned(name, implementation, suffix), inputs, probe=False, progress=False)
 

@@ -86,18 +86,15 @@ def call_of(
     if attention_mask is None and query.shape[2] > 1:
         if causal is None and own_implementation(module) is None and getattr(module, "is_causal", False):
             raise InputError(f"attention_mask is None in {name}, whose is_causal is True; expected a mask")
-        mask = Causal() if causal else None
+        if causal:  # the unused slots of a static cache follow
+            mask, key, value = Causal(), key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if isinstance(attention_mask, LazyMask):
         n_keys = attention_mask.grid.n_keys
-        if causal is not None and causal != attention_mask.causal:
-            if "flash" in str(own_implementation(module)):
-                raise InputError(
-                    f"is_causal is {causal} in {name}, where the model has a mask that is {'not ' * causal}causal; "
-                    "expected the same in both, or the implementation sdpa"
-                )
-            if attention_mask.skipped:  # from the first query and the first key
-                n_keys = query.shape[2] if causal else key.shape[2]
-                mask, keys = Causal() if causal else None, None
+        if causal not in (None, is_causal(mask)) and "flash" in str(own_implementation(module)):
+            raise InputError(
+                f"is_causal is {causal} in {name}, where the model has a mask that is {'not ' * bool(causal)}causal; "
+                "expected the same in both, or the implementation sdpa"
+            )
         key, value = key[:, :, :n_keys], value[:, :, :n_keys]
     if indices is not None:
         chosen = _chosen(name, indices, query, key)
@@ -110,13 +107,15 @@ def call_of(
 
 
 def own_implementation(module: nn.Module) -> str | None:
-    """The implementation that the configuration of a module selected before qkv's; None if it does not say.
+    """The implementation that the configuration of a module selected before qkv's; None if it does not say."""
+    return own_name(getattr(module, "config", None))
 
-    A model on qkv's attention is as one on torch's SDPA, unless `use` took it from another implementation.
-    """
-    name = getattr(getattr(module, "config", None), "_attn_implementation_internal", None)
+
+def own_name(config: Any) -> str | None:
+    """The implementation that a configuration selected before qkv's, which is in the place of torch's SDPA."""
+    name: str | None = getattr(config, "_attn_implementation_internal", None)
     name = _ROUTED.get(name, name)
-    return getattr(module, OWN, "sdpa") if name == NAME else name
+    return "sdpa" if name == NAME else "eager" if name == MASKS else name
 
 
 def causality(module: nn.Module, arguments: Mapping[str, Any]) -> bool | None:
@@ -254,26 +253,6 @@ class LazyMask:
     def contiguous(self, *args: Any, **kwargs: Any) -> LazyMask:
         return self
 
-    @functools.cached_property
-    def causal(self) -> bool:
-        """True if no query can attend to a later key."""
-        return is_causal(self.mask)
-
-    @functools.cached_property
-    def skipped(self) -> bool:
-        """Whether transformers passes no mask to torch's SDPA in place of this one, and relies on `is_causal`."""
-        try:
-            return self.arguments != {} and self.own("sdpa", mask_function=_formed) is None
-        except _FormedError:
-            return False
-
-    def own(self, implementation: str, **changed: Any) -> Any:
-        """The mask that transformers makes for an implementation, with other arguments."""
-        from transformers.masking_utils import AttentionMaskInterface
-
-        function: Any = AttentionMaskInterface._global_mapping[implementation]
-        return getattr(function, "replaced", function)(**self.arguments | changed)
-
     def tensor(self) -> Tensor:
         """The additive mask as a tensor."""
         grid = self.grid
@@ -311,6 +290,22 @@ def _formed(*_: Any) -> Tensor:
     raise _FormedError
 
 
+def _skipped(arguments: Mapping[str, Any]) -> bool:
+    """Whether transformers passes no mask to torch's SDPA."""
+    try:
+        return own_mask("sdpa", **{**arguments, "mask_function": _formed}) is None
+    except _FormedError:
+        return False
+
+
+def own_mask(implementation: str, **arguments: Any) -> Any:
+    """The mask that transformers makes for an implementation."""
+    from transformers.masking_utils import AttentionMaskInterface
+
+    function: Any = AttentionMaskInterface._global_mapping[implementation]
+    return getattr(function, "replaced", function)(**arguments)
+
+
 def _through_tensor(name: str) -> Callable[..., Any]:
     def operator(self: LazyMask, *args: Any) -> Any:
         return getattr(self.tensor(), name)(*(a.tensor() if isinstance(a, LazyMask) else a for a in args))
@@ -334,14 +329,21 @@ def lazy_mask(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> LazyMask:
-    """The mask function to register with transformers. It never returns a tensor or None.
+) -> LazyMask | None:
+    """The mask function to register with transformers. It never returns a tensor.
 
     A static cache passes its live counter as `q_offset` and advances it before attention runs, so the counter is read
-    here. The unused slots of such a cache are left out: decoding is then the same as with a cache that grows.
+    here. The unused slots of such a cache are left out: decoding is then the same as with a cache that grows. Where the
+    model's own implementation has no mask, since torch's SDPA takes `is_causal` in its place, it is None.
     """
     if isinstance(attention_mask, LazyMask):
         return attention_mask
+    name = own_name(kwargs.get("config"))
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
+    arguments = sizes | {"kv_offset": kv_offset, "attention_mask": attention_mask, "device": device, "dtype": dtype}
+    arguments |= kwargs if mask_function is None else kwargs | {"mask_function": mask_function}
+    if name is not None and "sdpa" in name and _skipped(arguments):
+        return None
     start, offset = int(kv_offset), int(q_offset) - int(kv_offset)
 
     def decoded(n_keys: int) -> Mask | None:
@@ -360,9 +362,6 @@ def lazy_mask(
         band = None if mask is None or q_length > 1 else mask.band
         shows_all = band is not None and band[0] <= 0 and band[1] >= n_keys - 1  # a step of decoding
         mask = padding if mask is None or shows_all else mask & padding
-    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": int(q_offset)}
-    arguments = sizes | {"kv_offset": start, "attention_mask": attention_mask, "device": device, "dtype": dtype}
-    arguments |= kwargs if mask_function is None else kwargs | {"mask_function": mask_function}
     floating = dtype if dtype.is_floating_point else torch.float32
     return LazyMask(mask, grid, floating, keys, kv_length, arguments)
 
@@ -459,7 +458,7 @@ def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | Non
 
 
 NAME = "qkv"  # transformers treats names that contain "sdpa", "flash" or "/" in a special way
-OWN = "qkv_own_implementation"  # attribute of modules: what their configuration selected before `use`
+MASKS = "qkv_by_masks"  # the same for models of other implementations than torch's SDPA, which always have masks
 _GUESTS = (f"qkv_guest_{n}" for n in itertools.count())
 _ROUTED: dict[str | None, str | None] = {}  # the implementations in whose place guests are
 Model = TypeVar("Model", bound=nn.Module)
@@ -505,6 +504,7 @@ def register() -> None:
     """
     require("qkv.huggingface", "transformers")
     _register(NAME, attend)
+    _register(MASKS, attend)
 
 
 def _register(name: str, attend: Callable[..., tuple[Tensor, Any]]) -> None:
@@ -546,13 +546,14 @@ def use(model: Model) -> Model:
             "cannot compute its attention; expected a model that does, such as GPT-2, Llama or BERT"
         )
     register()
-    for module in filter(routes, model.modules()):
-        setattr(module, OWN, own_implementation(module) or "eager")
+    own = [own_name(config) or "" for config in configurations(model)]
     setter: Any = getattr(model, "set_attn_implementation", None)  # None in a module that contains models
     if setter is not None:
         setter(NAME)
-    for config in configurations(model):  # the setter misses copies in modules, such as those of ViT-MAE's decoder
-        config._attn_implementation_internal = NAME
+    for config, name in zip(
+        configurations(model), own, strict=True
+    ):  # the setter misses copies, as of ViT-MAE's decoder
+        config._attn_implementation_internal = NAME if "sdpa" in name or "flash" in name else MASKS
     return model
 
 

@@ -15,6 +15,7 @@ from qkv.cache import Evicting
 from qkv.cache.evicting import FIRST, policies_of
 from qkv.errors import InputError
 from qkv.huggingface.attention import asks_weights, call_of, routed, routes
+from qkv.masks import Causal
 from qkv.models.pretrained import tell_rotary
 
 
@@ -146,7 +147,8 @@ def attending_through(model: nn.Module, caches: Sequence[Any]) -> Iterator[Cache
         if call.dropout_p:
             raise InputError("model applies dropout, but caches are for inference; expected model.eval()")
         user = call.user
-        attention = Attention(user.mask, user.biases, user.score, user.normalizer)
+        mask = Causal() if user.mask is None and query.shape[2] == 1 else user.mask  # the newest token sees all keys
+        attention = Attention(mask, user.biases, user.score, user.normalizer)
         out = layer.held.attend(attention, query, key, value)
         return out.transpose(1, 2).contiguous(), None
 

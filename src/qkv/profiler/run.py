@@ -62,9 +62,9 @@ def profile(
     Args:
         model: any module whose attention is `qkv.attend` or a layer of `qkv.nn`, such as the models of `qkv.models`; a
             Hugging Face model (docs/coverage.md lists which, and how); one whose attention is torch's
-            ``scaled_dot_product_attention``, ``nn.MultiheadAttention``, or a softmax of scores in a module with
-            "attention" in its class name; or a name for `qkv.load`: a folder, a hub name, ``"minilm"`` or
-            ``"random-gpt2"``.
+            ``scaled_dot_product_attention`` or ``nn.MultiheadAttention``, or written out: a softmax, a sigmoid or
+            another function of a product of queries and keys, which is multiplied with values; or a name for
+            `qkv.load`: a folder, a hub name, ``"minilm"`` or ``"random-gpt2"``.
         inputs: a text; several texts, each run separately; token ids (length,) or (batch, length); or the arguments of
             the model's forward, as a mapping of tensors. An attention mask and ``model.config.pad`` are honoured:
             padding counts neither as query nor as key. If `model` is a name, the default is `profiler.default_text`.
@@ -91,7 +91,8 @@ def profile(
         normalizer has none. A module that attends step by step, with one query at a time, is one layer.
         ``attrs["sources"]`` names for every module the source of its statistics. ``"interface"`` (transformers'
         attention interface), ``"qkv"`` and ``"sdpa"`` are complete calls, measured in linear memory. ``"softmax"``
-        means that the scores which the model itself forms were read: quadratic memory, and no queries, keys and values.
+        means that the scores or weights which the model itself forms were read: quadratic memory, and no queries, keys
+        and values.
         ``"outputs"`` means weights that the model returned in a second forward, because nothing else could be read, and
         ``"returned"`` weights that the module's own attention function returned beside its output, because standard
         attention does not give this output. ``attrs["checks"]`` has the comparisons with the model's own attention
@@ -199,8 +200,9 @@ def _checked(observer: Observer, partial: bool) -> Observer:
     if not observer.sources and not (missing and observer.expected and not partial):
         raise InputError(
             f"model {name} made no attention call that qkv can observe, expected calls of qkv's attention, "
-            "transformers' attention interface or torch's attention functions, or one softmax in a module with "
-            "'attention' in its class name" + (f"; these modules attend in another way: {names}" if missing else "")
+            "transformers' attention interface or torch's attention functions, or a softmax or sigmoid of a product of "
+            "queries and keys that is multiplied with values"
+            + (f"; these modules attend in another way: {names}" if missing else "")
         )
     if missing and not partial:
         interface = "transformers' attention interface" if observer.expected else "qkv"

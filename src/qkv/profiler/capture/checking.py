@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from qkv.engine import Call, Result, at_least_float32, detached, under_vmap
 from qkv.errors import InputError
-from qkv.huggingface.attention import EAGER_NAMES, LazyMask, call_of, causality, eager_of, is_known, name_of
+from qkv.huggingface.attention import EAGER_NAMES, LazyMask, call_of, causality, eager_of, is_known, name_of, own_mask
 from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Grid, Mask, Region, Window
 from qkv.profiler.capture import inputs
-from qkv.profiler.capture.intercept import are_distributions, of_weights, unwatched
+from qkv.profiler.capture.calls import are_distributions, of_weights
+from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.record import served
 
 ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -85,11 +86,9 @@ def check_rows(
     rows, added = slice(n_queries - count, n_queries), attention_mask
     if isinstance(attention_mask, LazyMask):
         torchs = name_of(function).endswith("sdpa_attention_forward")
-        added = None
-        if not (torchs and attention_mask.skipped):
-            offset = attention_mask.arguments["q_offset"] + rows.start
-            few = {"q_length": count, "q_offset": offset, "allow_is_causal_skip": False}
-            added = attention_mask.own("sdpa" if torchs else "eager", **few)
+        own = dict(attention_mask.arguments) | {"q_length": count, "allow_is_causal_skip": False}
+        own["q_offset"] += rows.start
+        added = own_mask("sdpa" if torchs else "eager", **own)
     elif attention_mask is not None and attention_mask.shape[2] > 1:
         added = attention_mask[..., rows, :]
     rows = slice(0, count) if added is None else rows
@@ -98,11 +97,15 @@ def check_rows(
     if call.mask is not None:
         visible = call.mask.visible(Region(rows, slice(0, n_keys)), call.grid)
         visible = visible.expand(b, -1, count, n_keys)
+    if added is None and visible is not None and "eager" in name_of(function):  # in place of one that needs a card
+        added = torch.where(visible, 0.0, torch.finfo(call.q.dtype).min)
     few = dict(arguments)
     if isinstance(bias := few.get("position_bias"), Tensor):
         few["position_bias"] = bias[..., rows, :n_keys] if bias.shape[2] > 1 else bias[..., :n_keys]
     if isinstance(indices := few.get("indices"), Tensor):
         few["indices"] = indices[:, rows]
+        if visible is not None:  # the model adds them to the mask of its own function
+            added = torch.where(visible, 0.0, torch.finfo(call.q.dtype).min)
     given = call.user
     try:
         own = function(module, given.q[:, :, rows], given.k, given.v, added, **few)[0]

@@ -21,9 +21,10 @@ from qkv.huggingface.attention import Own, call_of, function_of, is_causal, rout
 from qkv.kernels import serving
 from qkv.masks import Dense
 from qkv.profiler.capture import inputs
+from qkv.profiler.capture.calls import of_scores
 from qkv.profiler.capture.checking import Checks, Inputs, returned
 from qkv.profiler.capture.inputs import Sequences, arguments_of
-from qkv.profiler.capture.intercept import Intercept, all_routed, calls_of_module, of_scores, unwatched
+from qkv.profiler.capture.intercept import Intercept, all_routed, calls_of_module, unwatched
 from qkv.profiler.capture.interventions import ACTIVE, applied
 from qkv.profiler.capture.layer import Layer
 from qkv.profiler.capture.record import WEIGHTS_ONLY, ObservedCall, Receive, Record, Recorder, served
@@ -208,8 +209,6 @@ class Observer:
         run = self.run
         if module is self.model and not self.beside and len(self.inputs) < 2:
             self.inputs.append((args, named))
-        if run.intercept is not None:
-            run.intercept.begins(module)
         if not run.running:
             if threading.get_ident() != self._thread:
                 run.opened.enter_context(serving(self.observe_call))
@@ -218,6 +217,8 @@ class Observer:
             known = bool(self.sources) and not {"sdpa", "softmax"} & set(self.sources.values())
             if self.beside and not (known or run.outer is not None or self._skips()):
                 run.opened.enter_context(self.intercept())
+        if run.intercept is not None:
+            run.intercept.begins([*args, *named.values()], outermost=not run.running)
         self.ran.add(id(module))
         if run.sequences.two:
             run.states[self.names[id(module)]] = inputs.states_of(module, args, named)

@@ -18,7 +18,7 @@ from qkv.kernels import eager
 from qkv.masks import Causal, Dense, Grid, Mask, Region
 from qkv.masks.convert import parts
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
-from qkv.profiler.capture.intercept import AsGiven, of_pairs
+from qkv.profiler.capture.calls import AsGiven, of_pairs
 from qkv.profiler.capture.record import mapped, of_items
 from qkv.scores import Score
 

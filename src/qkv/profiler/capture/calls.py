@@ -1,0 +1,177 @@
+"""Translate what torch's functions get, and scores and weights that a model forms, into calls of qkv."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkv import masks
+from qkv.biases import TensorBias
+from qkv.engine import Call, at_least_float32
+from qkv.errors import InputError
+from qkv.huggingface.attention import read_mask
+from qkv.masks import Causal, Mask, Shifted
+from qkv.normalizers import Normalizer, Pointwise
+from qkv.scores import Dot
+
+F = nn.functional
+FAR = 5000.0  # a score so far below the query's largest has weight 0; some masks add only −10⁴
+MULTI_HEAD_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+
+def of_sdpa(
+    heads: int | None,
+    query: Float[Tensor, "*b nq d"],
+    key: Float[Tensor, "*b nk d"],
+    value: Float[Tensor, "*b nk dv"],
+    attn_mask: Float[Tensor, "..."] | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Call, torch.Size]:
+    """The call that ``F.scaled_dot_product_attention`` makes with these arguments, and the shape of its output.
+
+    All dimensions but the last three are batch; a folded dimension (batch · heads) is unfolded by the number of heads
+    of the calling module, if it is known. Torch aligns `is_causal` at the top left, `Causal` at the bottom right.
+    """
+    if torch.is_autocast_enabled(query.device.type):  # as autocast does for the function itself
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    n_queries, n_keys = query.shape[-2], key.shape[-2]
+    if not enable_gqa:
+        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
+    lead = query.shape[:-2]
+    query, key, value = (_four(x, heads) for x in (query, key, value))
+    mask: Mask | None = None
+    if is_causal:
+        mask = Causal() if n_queries == n_keys else Shifted(Causal(), 0)
+    bias: tuple[Any, ...] = ()
+    if attn_mask is not None:
+        if len(lead) == 2 or attn_mask.ndim == 2:
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+        else:
+            attn_mask = _four(attn_mask.expand(*lead, n_queries, n_keys), heads)
+        mask, bias, _ = read_mask(attn_mask.expand(*attn_mask.shape[:2], n_queries, n_keys), n_queries, n_keys)
+    call = Call.of(query, key, value, mask, bias, Dot(scale), dropout_p=dropout_p)
+    return call, torch.Size((*lead, n_queries, value.shape[-1]))
+
+
+def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
+    """The call that ``F.multi_head_attention_forward`` makes, or None if keys or values were projected before.
+
+    (That function works in (length, batch, width), and its boolean masks are True where a query may *not* attend.)
+    """
+    bound = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = bound.arguments
+    if a["static_k"] is not None or a["static_v"] is not None:
+        return None
+    heads = a["num_heads"]
+    weights = [a[f"{x}_proj_weight"] for x in "qkv"] if a["use_separate_proj_weight"] else a["in_proj_weight"].chunk(3)
+    shifts = (None,) * 3 if a["in_proj_bias"] is None else a["in_proj_bias"].chunk(3)
+    inputs = [x if x.ndim == 3 else x[:, None] for x in (a["query"], a["key"], a["value"])]
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, shifts, strict=True))
+    batch = q.shape[1]
+    if a["bias_k"] is not None:
+        k, v = (torch.cat([x, one.expand(1, batch, -1)]) for x, one in ((k, a["bias_k"]), (v, a["bias_v"])))
+    if a["add_zero_attn"]:
+        k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
+    q, k, v = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    mask: Mask | None = None
+    bias: tuple[Any, ...] = ()
+    attn_mask = a["attn_mask"]
+    if attn_mask is not None:
+        attn_mask = attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask.unflatten(0, (batch, heads))
+    padding = a["key_padding_mask"]
+    if padding is not None:
+        padding = padding.view(batch, 1, 1, -1)
+    for masked in (attn_mask, padding):
+        if masked is not None:
+            wide = F.pad(masked, (0, n_keys - masked.shape[-1]))  # keys that the function appends are visible
+            read, added, _ = read_mask(~wide if wide.dtype == torch.bool else wide, n_queries, n_keys)
+            mask = read if mask is None else mask if read is None else mask & read
+            bias += added
+    dropout = a["dropout_p"] if a["training"] else 0.0
+    return Call.of(q, k, v, mask, bias, dropout_p=dropout)
+
+
+def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:
+    """A call whose weights are the softmax of `scores`.
+
+    A pair counts as masked if its score is −∞, the lowest float, or so far below the query's largest score that its
+    weight is 0. The values are not known, so they are NaN.
+    """
+    scores = scores.to(at_least_float32(scores.dtype))
+    lowest = torch.finfo(scores.dtype).min / 2
+    masked = scores <= (scores.amax(-1, keepdim=True) - FAR).clamp(min=lowest)
+    return of_pairs(scores.masked_fill(masked, 0), masks.Dense(~masked) if bool(masked.any()) else None)
+
+
+def of_pairs(scores: Float[Tensor, "b h nq nk"], mask: Mask | None, normalizer: Normalizer | None = None) -> Call:
+    """A call with these scores, whose queries and keys are 0 and whose values are not known, so NaN."""
+    zeros = scores.new_zeros(*scores.shape[:2], 1, 1)
+    q, k = (zeros.expand(-1, -1, n, -1) for n in scores.shape[2:])
+    return Call.of(q, k, k + torch.nan, mask, (TensorBias(scores),), normalizer=normalizer)
+
+
+class AsGiven(Pointwise):
+    """The score is the weight."""
+
+    def weight(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
+    """A call with these weights, whose queries and keys are 0 and whose values are not known, so NaN.
+
+    A pair counts as masked if its weight is 0. If the weights of every query add up to 1, or to 0, the call is a
+    softmax; otherwise it has the same weights without one.
+    """
+    weights = weights.to(at_least_float32(weights.dtype))
+    if bool((weights < 0).any()):
+        raise InputError(f"weights has negative entries down to {float(weights.min()):.3g}, expected weights ≥ 0")
+    if are_distributions(weights):
+        return of_scores(weights.log())
+    return of_pairs(weights, masks.Dense(weights > 0), AsGiven())
+
+
+def chunked(calls: Sequence[Call]) -> Call:
+    """One call of several by `of_scores` or `of_weights`, whose queries follow one another, over the same keys."""
+    n_keys = max(call.k.shape[2] for call in calls)
+    scores, visible = [], []
+    for call in calls:
+        (bias,) = call.user.biases
+        assert isinstance(bias, TensorBias)
+        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.q.device)
+        seen = call.mask.tensor if isinstance(call.mask, masks.Dense) else seen
+        short = 0, n_keys - call.k.shape[2]
+        scores.append(F.pad(bias.tensor, short))
+        visible.append(F.pad(seen.expand(bias.tensor.shape), short))
+    seen = torch.cat(visible, 2)
+    return of_pairs(torch.cat(scores, 2), None if bool(seen.all()) else masks.Dense(seen), calls[0].user.normalizer)
+
+
+def are_distributions(weights: Float[Tensor, "b h nq nk"]) -> bool:
+    """True if the weights of every query add up to 1, or to 0 (at padding)."""
+    total = weights.sum(-1)
+    return bool((((total - 1).abs() < 1e-3) | (total == 0)).all()) and not bool((weights < 0).any())
+
+
+def _four(x: Tensor, heads: int | None) -> Tensor:
+    """Reshape a tensor with any batch dimensions to (batch, heads, length, width)."""
+    if x.ndim < 2:
+        raise InputError(
+            f"scaled_dot_product_attention got a tensor of shape {tuple(x.shape)}, expected 2 or more dimensions"
+        )
+    if x.ndim == 2:
+        return x[None, None]
+    if x.ndim == 3:
+        return x.unflatten(0, (-1, heads)) if heads and x.shape[0] % heads == 0 else x[:, None]
+    return x.flatten(0, -4)
