@@ -316,11 +316,17 @@ def _finish(folder: Path, task: Task, model: nn.Module, figures: bool) -> None:
 
 
 def sample(task: Task, model: nn.Module) -> str:
-    """The first training sequence as the inputs of the model, in JSON: commands run on it if they get no text."""
+    """The first training sequence as the inputs of the model, in JSON: commands run on it if they get no text.
+
+    If the task asks for some of its tokens only, ``asked`` has their positions; none if its answers are no next tokens.
+    """
     inputs = inspect.signature(model.forward).parameters
     batch = {name: x for name, x in task.batch(0, 1, 0).items() if name in inputs}
     short = {name: x.double().round(decimals=3) if x.is_floating_point() else x for name, x in batch.items()}
-    return json.dumps({name: x.tolist() for name, x in short.items()}) + "\n"
+    entries = {name: x.tolist() for name, x in short.items()}
+    if (asked := getattr(task, "asked", None)) is not None:
+        entries["asked"] = asked(task.batch(0, 1, 0))
+    return json.dumps(entries) + "\n"
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -15,6 +16,7 @@ import hf_models as hf
 import qkv
 from conftest import Command, refused
 from qkv.models import DecoderConfig, DecoderLM
+from qkv.models.loading import load_model
 from qkv.profiler import ablation
 from qkv.profiler.analyses import ablation as analysis
 
@@ -90,6 +92,26 @@ def test_a_model_whose_layers_share_more_than_the_residual_stream_runs_whole(
     assert batches == [1, 6, *[1] * 7], "the layer was not computed head by head after its control item differed"
 
 
+@torch.no_grad()
+def test_several_texts_have_an_interval_and_only_counted_tokens_a_loss(tmp_path: Path) -> None:
+    model, other, counted = small(), IDS.flip(1), [3, 7, 29]
+    both = ablation(model, torch.cat([IDS, other]), layers=[1], counted=counted, folder=tmp_path, progress=False)
+    ones = [ablation(model, x, layers=[1], counted=counted, progress=False) for x in (IDS, other)]
+    for ids, one in zip((IDS, other), ones, strict=True):
+        with qkv.edit(model, {(1, 2): "zero"}):
+            logits = model(ids)[0].double()
+        want = -torch.stack([logits[at - 1].log_softmax(-1)[ids[0, at]] for at in counted]).mean()
+        assert one.table["nats"][2] == pytest.approx(want.item(), abs=1e-6)
+        assert one.table["low"].isna().all()
+    rises = np.array([one.table["delta_nats"] for one in ones])
+    np.testing.assert_allclose(both.table["delta_nats"], rises.mean(0), atol=1e-9)
+    np.testing.assert_allclose(both.table["high"], rises.mean(0) + 12.7062 * np.ptp(rises, 0) / 2, rtol=1e-5)
+    assert both.nats == pytest.approx(np.mean([one.nats for one in ones]))
+    assert (both.attrs["texts"], both.attrs["tokens"], both.attrs["counted"]) == (2, 60, 6)
+    again = ablation(model, torch.cat([IDS, other]), layers=[1], counted=counted, folder=tmp_path, progress=False)
+    assert again.table.equals(both.table)
+
+
 def test_interrupted_run_resumes_and_another_model_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,9 +141,11 @@ def test_interrupted_run_resumes_and_another_model_starts_again(
 
 
 def test_other_models_and_shapes_are_refused() -> None:
-    for ids in (IDS[:, :1], IDS.expand(2, -1)):
-        with refused("inputs"):
-            ablation(small(), ids, progress=False)
+    with refused("inputs"):
+        ablation(small(), IDS[:, :1], progress=False)
+    for counted in ([], [0], [30]):
+        with refused("counted", r"positions from 1 to 29"):
+            ablation(small(), IDS, counted=counted, progress=False)
     with refused("what"):
         ablation(small(), IDS, what="tails", progress=False)
     sees_all = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4, prefix=IDS.shape[1]))
@@ -138,3 +162,27 @@ def test_command_prints_a_table_and_writes_files(tmp_path: Path, command: Comman
     assert len(pd.read_csv(out / "ablation.csv")) == 6
     assert json.loads((out / "ablation.json").read_text())["what"] == "heads"
     assert (out / "ablation.png").exists()
+    (tmp_path / "texts").mkdir()
+    for at in range(3):
+        (tmp_path / "texts" / f"{at}.py").write_text(f"import os\nfor name in names[{at}:]:\n    print(name)\n" * 3)
+    words = ("--layers", 0, "--files", tmp_path / "texts", "--tokens", 12, "--out", tmp_path / "files")
+    assert "36 tokens in 3 texts" in command.succeeds("ablate", "qkv-mini", *words)
+    table = pd.read_csv(tmp_path / "files" / "ablation.csv")
+    assert (table["low"] < table["delta_nats"]).all()
+    assert "--files and another text" in command.refuses("ablate", "qkv-mini", "hi", *words)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_teaching_model_is_judged_on_what_its_task_asks_for(tmp_path: Path, command: Command) -> None:
+    loaded = load_model("qkv-reversal")
+    ids = loaded.sample["ids"]  # type: ignore[index]
+    assert torch.equal(ids[0, 7:], ids[0, :6].flip(0))
+    with torch.no_grad():
+        want = torch.nn.functional.cross_entropy(loaded.model(ids)[0, 6:12].double(), ids[0, 7:]).item()
+    for command_name, file in (("ablate", "ablation.json"), ("evict", "eviction.json")):
+        options = ("--budgets", 6, "--policies", "window") if command_name == "evict" else ()
+        command.succeeds(command_name, "qkv-reversal", *options, "--out", tmp_path / command_name)
+        found = json.loads((tmp_path / command_name / file).read_text())
+        nats = found["nats"] if command_name == "ablate" else found["loss"][0]["nats"]
+        assert nats == pytest.approx(want, abs=1e-5)
+        assert nats < 0.1

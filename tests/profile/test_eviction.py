@@ -271,17 +271,43 @@ def test_a_hidden_fact_is_asked_for_after_the_text_was_evicted() -> None:
 def test_the_loss_of_a_full_budget_is_that_of_the_model_and_a_mean_with_an_interval() -> None:
     lm = model(positions="rotary")
     with qkv.edit(lm, {(0, 0): "zero"}):
-        edited = eviction(lm, text(27), budgets=(6, 27), policies=POLICIES, first=FIRST).loss
+        found = eviction(lm, text(27), budgets=(6, 27), policies=POLICIES, first=FIRST)
+        edited = found.loss
         assert edited is not None
         assert edited["nats"][0] == pytest.approx(lm.loss(text(27)).item(), rel=1e-9)
     assert abs(edited["nats"][0] - lm.loss(text(27)).item()) > 1e-4
-    assert edited[edited["budget"] == 27]["delta_nats"].abs().max() < 1e-6
+    assert found.attrs["whole"] == [27]
+    assert {*found.mass["budget"]} == {*edited["budget"].dropna()} == {6}, "a cache of the whole text was measured"
     assert edited[edited["budget"] == 6]["delta_nats"].abs().min() > 1e-4
     pair = text(19, batch=2)
     both, *ones = (eviction(lm, x, budgets=(5,), policies=("window",)).loss for x in (pair, pair[:1], pair[1:]))
     np.testing.assert_allclose(both["nats"], (ones[0]["nats"] + ones[1]["nats"]) / 2, rtol=1e-12)  # type: ignore[index]
     rises = [one["delta_nats"][1] for one in ones]  # type: ignore[index]
     assert both["high"][1] == pytest.approx(np.mean(rises) + 12.7062 * np.ptp(rises) / 2, rel=1e-5)  # type: ignore[index]
+
+
+def test_an_interrupted_run_resumes_with_the_settings_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, runs = model(positions="rotary"), list[int]()
+    texts = {"input_ids": torch.cat([text(19), text(19, batch=2)[1:]])}
+    settings: dict[str, Any] = {"budgets": (5, 7), "policies": ("window", "heavy"), "folder": tmp_path}
+
+    def counted(*given: Any) -> list[float]:
+        runs.append(1)
+        if len(runs) == 4:
+            raise KeyboardInterrupt
+        return nats_of(*given)
+
+    monkeypatch.setattr("qkv.profiler.analyses.eviction.nats_of", counted)
+    with pytest.raises(KeyboardInterrupt):
+        eviction(lm, texts, **settings)
+    resumed = eviction(lm, texts, **settings)
+    assert len(runs) == 4 + 2, "full, window 5 and window 7 were finished"
+    whole = eviction(lm, texts, **settings | {"folder": None})
+    assert resumed.mass.equals(whole.mass)
+    columns = ["policy", "budget", "nats", "delta_nats", "low", "high"]
+    assert resumed.loss[columns].equals(whole.loss[columns])  # type: ignore[index]
 
 
 def test_hugging_face_models_run_with_masks_also_from_a_folder(tmp_path: Path) -> None:
@@ -332,7 +358,11 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("policies", "once", lambda: eviction(model(), text(9), policies=("heavy", "heavy"))),
     ("policies", "built-in", lambda: eviction(model(), text(9), policies=(HeavyHitters, OWN))),
     ("policies", "Window", lambda: eviction(model(), text(9), policies=(Window,))),  # type: ignore[arg-type]
-    ("attention", "products", lambda: eviction(model(normalizer="sigmoid"), text(9), policies=("expected",))),
+    (
+        "attention",
+        "products",
+        lambda: eviction(model(normalizer="sigmoid"), text(9), budgets=(4,), policies=("expected",)),
+    ),
     ("policies", "not known", lambda: of_hf("gemma2", policies=("expected",))),
     ("model", "sliding_attention", lambda: generated("gemma2")),
     ("attention_mask", "padding", lambda: generated("llama", **hf.inputs("llama", "left"))),
@@ -360,7 +390,7 @@ def test_command_writes_tables_and_figures(tmp_path: Path, command: Command) -> 
     command.succeeds(
         "evict", "--tokens", 40, "--budgets", "8, 16", "--policies", "window,sinks", "--out", tmp_path / "a"
     )
-    assert {path.suffix for path in (tmp_path / "a").iterdir()} == {".csv", ".json", ".png"}
+    assert {path.suffix for path in (tmp_path / "a").iterdir()} == {".csv", ".json", ".jsonl", ".png"}
     mass, loss = (pd.read_csv(tmp_path / "a" / f"{name}.csv") for name in ("mass", "loss"))
     config = load_model("qkv-mini").model.config
     assert len(mass) == 2 * 2 * config.layers * config.heads

@@ -234,6 +234,9 @@ def test_the_title_of_a_map_calls_a_row_on_one_key_spread() -> None:
     picture = Picture(means, means, means, torch.arange(3), torch.arange(3))
     head_map: Any = SimpleNamespace(layer=0, head=0, key_tokens=lambda keys: ["a", "b"][keys])
     assert sentence(head_map, picture).endswith(": 85 % of the weight shown goes to “a”, key 0")
+    mirrored = (0.8 * torch.eye(4) + 0.05).flip(0)
+    picture = Picture(mirrored, mirrored, mirrored, torch.arange(5), torch.arange(5))
+    assert sentence(head_map, picture).endswith(": each query looks at its own key, with 85 % of its weight on average")
 
 
 @pytest.mark.slow

@@ -93,6 +93,10 @@ class Backcopy:
         pool = _pool(self, self.unique, seed)
         return self._examples(pool[generator.integers(len(pool), size=size)])
 
+    def asked(self, batch: Batch) -> list[int]:
+        """The positions of the tokens outside the prefix."""
+        return [at + 1 for at in (batch["targets"][0, :-1] != SKIP).nonzero()[:, 0].tolist()]
+
     def count(self, batch: Batch) -> int:
         """The number of targets outside the prefix."""
         return int((batch["targets"] != SKIP).sum())

@@ -44,6 +44,10 @@ class Ending(Symbols):
         """The predictable tokens."""
         return ids[:, self.start(ids) :]
 
+    def asked(self, batch: Batch) -> list[int]:
+        """The positions of the predictable tokens."""
+        return list(range(self.start(batch["ids"]), batch["ids"].shape[1]))
+
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """The mean cross-entropy in nats of the predictable tokens."""
         return heads.loss_after(model, batch["ids"], self.start(batch["ids"]))

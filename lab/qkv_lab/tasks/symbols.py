@@ -79,6 +79,10 @@ class Symbols:
         """What is to be predicted, as a number among the logits."""
         raise NotImplementedError
 
+    def asked(self, batch: Batch) -> list[int]:
+        """The positions of the answers among the tokens; none, as the answers are no next tokens."""
+        return []
+
     def logits(self, model: Any, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b *m classes"]:
         """The logits of each answer."""
         raise NotImplementedError

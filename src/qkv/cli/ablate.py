@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from qkv.cli.shared import INPUT, Input, folder, numbers
+from qkv.cli.shared import TEXTS, Texts, folder, numbers
 from qkv.cli.terminal import print_files, show, table
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ MOST = 10
 
 
 def ablate(
-    given: Annotated[Input, tyro.conf.arg(name="")] = INPUT,
+    given: Annotated[Texts, tyro.conf.arg(name="")] = TEXTS,
     *,
     what: Literal["heads", "means", "sinks", "values"] = "heads",
     layers: Annotated[str | None, tyro.conf.arg(metavar="0,3,8-11", help_behavior_hint="")] = None,
@@ -28,16 +28,19 @@ def ablate(
     """Remove each head of a language model, or what it takes from the first token, and measure how its loss rises.
 
     Each head is removed alone, then all heads of each layer, then all heads. The command prints the heads that matter
-    most, and writes tables (CSV, JSON) and a figure to DIR. An interrupted run resumes with the same command.
+    most (with several texts ± a 95 % confidence interval over them), and writes tables (CSV, JSON) and a figure to DIR.
+    An interrupted run resumes with the same command.
 
     qkv ablate                              (the small model that comes with qkv, on 256 tokens)
 
     qkv ablate --what sinks                 (hide the first token from one head after the other)
 
+    qkv ablate --files notes/ --tokens 256  (texts of your own, with intervals)
+
     qkv ablate gpt2 --layers 4-6            (a model from the Hugging Face hub)
 
     Args:
-        given: Model and text.
+        given: Model and texts.
         what: heads sets the output of a head to 0, means replaces it by its mean over the tokens, sinks hides the first
             token from the queries of a head, values sets the value of the first token to 0.
         layers: Layers whose heads are removed; all by default.
@@ -50,12 +53,13 @@ def ablate(
     chosen = None if layers is None else numbers(layers)
     if given.is_default:
         given = replace(given, tokens=DEFAULT_TOKENS)
-    passage = given.passage(least=2)
     with folder(out, resumes=True):
-        loaded, inputs = given.load(passage, head=True)
+        loaded, inputs = given.load_texts(head=True)
+        counted = loaded.asked if inputs is loaded.sample else None
         found = ablation(
-            loaded.model, inputs, what=what, layers=chosen, tokenizer=loaded.tokenizer, folder=out, name=loaded.name
-        )
+            loaded.model, inputs, what=what, layers=chosen, counted=counted, tokenizer=loaded.tokenizer, folder=out,
+            name=loaded.name,
+        )  # fmt: skip
         _show(found)
         files = found.save(out)
         files.append(out / "ablation.png")
@@ -70,11 +74,14 @@ def _show(found: Ablation) -> None:
     from qkv.profiler.data.findings import head_name
     from qkv.profiler.data.frames import signed
 
-    attrs = found.attrs
-    rows = table(">head", ">loss, nats", ">increase")
+    attrs, several = found.attrs, found.attrs["texts"] > 1
+    rows = table(">head", ">loss, nats", ">increase" + " ± 95 %" * several)
     for _, row in found.table.sort_values("delta_nats", ascending=False, kind="stable").head(MOST).iterrows():
-        rows.add_row(head_name(row), f"{row['nats']:.3f}", signed(row["delta_nats"]))
-    show(Text(f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {found.nats:.3f} nats a token", "bold"), rows)
+        interval = f" ± {row['high'] - row['delta_nats']:.3f}" * several
+        place = {"layer": int(row["layer"]), "head": int(row["head"])}
+        rows.add_row(head_name(place), f"{row['nats']:.3f}", signed(row["delta_nats"]) + interval)
+    read = f"{attrs['tokens']:,} tokens" + f" in {attrs['texts']} texts" * several
+    show(Text(f"{attrs['model']} · {read} · loss {found.nats:.3f} nats a token", "bold"), rows)
     worst = found.layers.loc[found.layers["delta_nats"].idxmax()]
     heads, layer, rise = len(found.table), int(worst["layer"]), signed(worst["delta_nats"])
     said = f"All {heads:,} heads of these layers at once: {signed(found.all_nats - found.nats)} nats. "

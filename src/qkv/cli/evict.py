@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
 from qkv._files import write_atomically
-from qkv.cli.shared import Input, folder, numbers
+from qkv.cli.shared import TEXTS, Texts, folder, numbers
 from qkv.cli.terminal import print_files, show, table
 from qkv.errors import InputError
 
@@ -25,20 +25,6 @@ FILES = 8
 """How many files of Python's standard library are read if no text is given."""
 NEEDLE_TOKENS = 4096
 TITLE = "{model} · {tokens:,} tokens"
-
-
-@dataclass(frozen=True)
-class Texts(Input):
-    """The model of a command, and the texts that it runs on.
-
-    Args:
-        more: Further texts. If you give neither a text nor --tokens: 512 tokens of 8 files of the standard library.
-    """
-
-    more: Annotated[tuple[str, ...], Positional, arg(metavar="[TEXT …]", help_behavior_hint="")] = ()
-
-
-TEXTS = Texts()
 
 
 def evict(
@@ -55,7 +41,8 @@ def evict(
 
     For each eviction policy and cache size, the command reports how much attention every head puts on evicted keys,
     how much the model's loss rises when it runs with such a cache (with several texts ± a 95 % confidence interval over
-    them), and the time of a token and the memory of the cache. It writes tables (CSV, JSON) and figures to DIR.
+    them), and the time of a token and the memory of the cache. It writes tables (CSV, JSON) and figures to DIR. An
+    interrupted run resumes with the same command.
 
     Policies: window keeps the last keys. sinks keeps the first few and the last keys (StreamingLLM). heavy keeps the
     keys that received most attention, half of the cache, and the last keys (H2O). tova keeps the keys that the last
@@ -68,7 +55,7 @@ def evict(
 
     qkv evict smollm2 --policies sinks,heavy,snapkv,tova,keydiff,knorm    (a language model)
 
-    qkv evict smollm2 "$(cat one.txt)" "$(cat two.txt)" "$(cat three.txt)"    (texts of your own)
+    qkv evict smollm2 --files notes/ letters.txt --tokens 1024    (texts of your own)
 
     qkv evict smollm2 --needle --policies sinks,snapkv,expected --budgets 512,1024
 
@@ -77,7 +64,7 @@ def evict(
     qkv evict gpt2 --no-run                        (attention only, without running the model again)
 
     Args:
-        given: Model and texts.
+        given: Model and texts: by default 512 tokens of 8 files of Python's standard library.
         budgets: Cache sizes: numbers of keys kept in each layer.
         policies: Eviction policies to compare.
         first: How many keys at the start of the text the policy "sinks" keeps.
@@ -96,14 +83,11 @@ def evict(
     several = given.is_default and not needle
     if given.is_default:
         given = replace(given, tokens=NEEDLE_TOKENS if needle else DEFAULT_TOKENS)
-    passage = given.passage(least=2)
-    if given.more and (needle or given.tokens is not None):
-        raise InputError(f"several texts and {'--needle' if needle else '--tokens'} are given, expected one of them")
-    with folder(out):
-        loaded, inputs = given.load(passage, head=run or needle)
-        if given.more:
-            inputs = [passage, *given.more]
-        elif several and loaded.tokenizer is not None and loaded.sample is None:
+    if needle and (given.more or given.files):
+        raise InputError("several texts and --needle are given, expected one of them")
+    with folder(out, resumes=True):
+        loaded, inputs = given.load_texts(head=run or needle)
+        if several and loaded.tokenizer is not None and loaded.sample is None:
             inputs = library(loaded.tokenizer, inputs)
         options: dict[str, Any] = {
             "budgets": sorted({*sizes}), "first": first, "tokenizer": loaded.tokenizer,
@@ -116,7 +100,8 @@ def evict(
             write_atomically(files[0], hidden.to_csv(index=False).encode())
             figures = {"needle.png": needle_figure(hidden)}
         else:
-            found = eviction.eviction(loaded.model, inputs, run=run, **options)
+            counted = loaded.asked if inputs is loaded.sample else None
+            found = eviction.eviction(loaded.model, inputs, run=run, counted=counted, folder=out, **options)
             _show(found)
             files = found.save(out)
             figures = {"eviction.png": budget_figure(found), "heads.png": heads_figure(found)}
@@ -156,10 +141,7 @@ def _show(found: Eviction) -> None:
     rows = table("policy", ">keys", ">attention\nlost", *measured, title=title)
     lost: dict[tuple[str, int | None], float] = {} if loss is None else {("full", None): 0.0}
     lost |= found.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().to_dict()
-    nothing = sorted({budget for (_, budget), share in lost.items() if budget is not None and share == 0})
     for at, ((policy, budget), share) in enumerate(lost.items()):
-        if budget in nothing:
-            continue
         cells = [policy, f"{budget:,}" if budget else "all", percent(share)]
         if loss is not None:
             row = loss.iloc[at]
@@ -168,7 +150,7 @@ def _show(found: Eviction) -> None:
             cells += [f"{row['nats']:.3f}", rise if at else "", *cost]
         rows.add_row(*cells)
     show(rows)
-    if nothing:
-        show(f"A cache of {' or '.join(map(str, nothing))} keys evicts nothing here: not shown.")
+    if whole := found.attrs["whole"]:
+        show(f"A cache of {' or '.join(map(str, whole))} keys holds every text whole: not measured.")
     if loss is not None and not several:
-        show("One text gives no interval: pass several, or none, which reads files of the standard library.")
+        show("One text gives no interval: pass several or --files, or none, which reads files of the standard library.")

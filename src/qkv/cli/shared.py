@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -206,7 +206,10 @@ class Input:
                 if value is not None:
                     raise InputError(f"{option} is given, but {name} takes none here: it runs on a sample of its data")
             kind = ", ".join(f"{key} {tuple(x.shape)}" for key, x in loaded.sample.items())
-            loss = "; a loss counts all of its tokens, also those that are drawn at random" if head else ""
+            if head and loaded.asked == ():
+                raise InputError(f"model is {name!r}, whose task asks for no next tokens, so it has no loss on them")
+            few = head and loaded.asked is not None
+            loss = f"; a loss counts the {len(loaded.asked or ())} tokens that its task asks for" if few else ""
             remark(f"{name} reads no text; it runs on a sample of its training data: {kind}{loss}")
             return loaded, loaded.sample
         if self.chat is not None:
@@ -245,4 +248,56 @@ class Input:
         return {name: value for name, value in given.items() if value is not None}
 
 
+@dataclass(frozen=True)
+class Texts(Input):
+    """The model of a command, and the texts that it runs on.
+
+    Args:
+        more: Further texts.
+        files: Read the texts from these files and folders instead: each file is a text, or each line of .jsonl. With
+            --tokens, the first tokens of each.
+    """
+
+    more: Annotated[tuple[str, ...], Positional, arg(metavar="[TEXT …]", help_behavior_hint="")] = ()
+    files: Annotated[tuple[str, ...], arg(metavar="PATH …", help_behavior_hint="")] = ()
+
+    @property
+    def is_default(self) -> bool:
+        return super().is_default and not self.files
+
+    def load_texts(self, *, head: bool | None, least: int = 2) -> tuple[Loaded, Any]:
+        """Load the model and return it with its inputs: those of `Input.load`, or several texts."""
+        import torch
+
+        if not self.files and not self.more:
+            return self.load(self.passage(least=least), head=head)
+        if self.files and (self.text is not None or self.file is not None or self.chat is not None):
+            raise InputError("--files and another text are given, expected one of them")
+        texts = _texts_in(self.files) if self.files else [self.passage(least=least), *self.more]
+        loaded, _ = replace(self, text="", tokens=None).load(max(texts, key=len), head=head)
+        if self.tokens is None or not callable(loaded.tokenizer):
+            return loaded, texts
+        rows = [loaded.tokenizer(text, return_tensors="pt")["input_ids"][0, : self.tokens] for text in texts]
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+        real = torch.zeros_like(ids)
+        for at, row in enumerate(rows):
+            ids[at, : len(row)], real[at, : len(row)] = row, 1
+        return loaded, {"input_ids": ids, "attention_mask": real}
+
+
+def _texts_in(paths: Sequence[str]) -> list[str]:
+    """The texts in files and folders; those that cannot be read are left out with a remark."""
+    from qkv.profiler.surveys.corpus import of_addresses
+
+    with renamed(corpus="--files"):
+        found = [*of_addresses(paths)]
+    texts = [one.text for one in found if one.reason is None and one.text]
+    if not texts:
+        raise InputError(f"--files is {' '.join(paths)!r}, expected files with text")
+    if len(texts) < len(found):
+        remark(f"--files: {len(found) - len(texts)} of {len(found)} files have no text and are left out")
+    return texts
+
+
 INPUT = Input()
+TEXTS = Texts()

@@ -122,7 +122,8 @@ def _weight_bar(image: AxesImage, norm: Normalize, what: str) -> None:
 def sentence(head_map: AttentionMap | StoredMap, picture: Picture) -> str:
     """The title: the key or bin that receives most of the weight shown."""
     down, across = picture.row_edges.diff().double(), picture.column_edges.diff().double()
-    mass = (picture.mean.double() * down[:, None] * across).sum(0)
+    pairs = picture.mean.double() * down[:, None] * across
+    mass = pairs.sum(0)
     where = f"Layer {head_map.layer}, head {head_map.head}"
     total = float(mass.sum())
     if total <= 0:
@@ -135,6 +136,10 @@ def sentence(head_map: AttentionMap | StoredMap, picture: Picture) -> str:
     share, even = float(mass[most]) / total, float(across[most] / across.sum())
     if share > max(0.1, min(0.5, 5 * even)):
         return f"{where}: {percent(share)} of the weight shown goes to {name}"
+    own = float(pairs.max(1).values.sum()) / total
+    if own > 0.5 and len(across) > 1:  # such as the previous token, or the mirrored one
+        each = "its own key" if across.max() == 1 else "its own bin of keys"
+        return f"{where}: each query looks at {each}, with {percent(own)} of its weight on average"
     return f"{where}: spread over keys, with {percent(share)} of the weight shown on {name}"
 
 

@@ -46,6 +46,8 @@ class Loaded:
     tokenizer: Any
     sample: dict[str, torch.Tensor] | None = None
     """Inputs of a model that reads no text, from its training data (sample.json)."""
+    asked: tuple[int, ...] | None = None
+    """The positions of the tokens in the sample that the task of the model asks for; all if None."""
 
 
 @overload
@@ -172,8 +174,10 @@ def _load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
     if sample.exists():
         with refusing(f"model: {SAMPLE} or {VOCABULARY} in {folder} is damaged ({{}})"):
             names = WordNames(load_json(words)) if words.exists() else None
-            inputs = {key: torch.tensor(value) for key, value in load_json(sample).items()}
-        return Loaded(name, model, names, inputs)
+            entries = dict(load_json(sample))
+            asked = tuple(map(int, entries.pop("asked"))) if "asked" in entries else None
+            inputs = {key: torch.tensor(value) for key, value in entries.items()}
+        return Loaded(name, model, names, inputs, asked)
     size = getattr(model.config, "vocab_size", None) or getattr(model.config, "source_vocab", None)
     return Loaded(name, model, ByteTokenizer() if size == ByteTokenizer.vocab_size else None)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv._files import write_atomically
-from qkv._progress import bar
+from qkv._progress import Step, bar
 from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import AtTokens, Edit, Head, HideFirst, Mean, Values, Zero
 from qkv.errors import InputError, nearest, refusing
 from qkv.models.decoder import DecoderLM
 from qkv.models.generation import evaluation_mode
 from qkv.profiler.capture.datasets import calls_of
-from qkv.profiler.capture.inputs import batches
+from qkv.profiler.capture.inputs import batches, texts_of
 from qkv.profiler.capture.observe import overridden
 from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.capture.record import mapped
 from qkv.profiler.capture.residual import attention_modules, layer_around
+from qkv.profiler.data.frames import confidence
 from qkv.profiler.editing import edit
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ REMOVED: dict[str, Edit] = {
 of the first token."""
 PROGRESS = "ablation.jsonl"
 ALL = -1  # all layers, or all heads of a layer
+WHOLE = (-2, -2)  # the model with all its heads
 NUMBERS = 2**27
 """The logits of a batch have at most so many numbers: 512 MB in float32."""
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -56,11 +59,12 @@ class Ablation:
     >>> model, tokenizer = qkv.load("qkv-mini")
     >>> found = qkv.profiler.ablation(model, "import os, sys", tokenizer=tokenizer, layers=[0], progress=False)
     >>> found.table.columns.tolist()
-    ['layer', 'head', 'nats', 'delta_nats']
+    ['layer', 'head', 'nats', 'delta_nats', 'low', 'high']
     """
 
     table: pd.DataFrame
-    """A row for each head: ``nats``, the loss per token without it, and ``delta_nats``, its rise."""
+    """A row for each head: ``nats``, the loss per token without it; ``delta_nats``, its rise; ``low`` and ``high``, the
+    ends of its 95 % confidence interval over texts (NaN for one text)."""
     layers: pd.DataFrame
     """A row for each layer: the same without all its heads at once."""
     nats: float
@@ -87,6 +91,7 @@ def ablation(
     *,
     what: str = "heads",
     layers: Collection[int] | None = None,
+    counted: Collection[int] | None = None,
     tokenizer: Any = None,
     folder: str | Path | None = None,
     progress: bool = True,
@@ -101,64 +106,54 @@ def ablation(
 
     Args:
         model: a causal language model with its output head, of qkv or of Hugging Face.
-        inputs: a text, or token ids (1, n), as in `qkv.profile`.
+        inputs: as in `qkv.profile`. Every text is run without its padding. With several texts there is an interval.
         what: ``"heads"`` sets a head's output to 0, ``"means"`` replaces it by its mean over the tokens, ``"sinks"``
             hides the first token from the head's queries, ``"values"`` sets the value of the first token to 0.
         layers: which layers, counted from 0; all if None.
+        counted: positions of the tokens whose loss counts; all but the first of each text if None.
         tokenizer: converts a text to ids.
         folder: keeps the finished heads in ``ablation.jsonl``, so that an interrupted run resumes.
         progress: show a progress bar, if standard error is a terminal.
         name: of the model, kept in the attributes.
 
     Raises:
-        InputError: for a model without a loss on the next token, or a text of fewer than 2 tokens.
+        InputError: for a model without a loss on the next token, a text of fewer than 2 tokens, or a position in
+            `counted` that has no loss.
 
     >>> from qkv.models import DecoderConfig, DecoderLM
     >>> model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4))
     >>> ablation(model, torch.arange(9)[None], what="sinks", layers=[1], progress=False).table.shape
-    (4, 4)
+    (4, 6)
     """
     import pandas as pd
 
     if what not in REMOVED:
         raise InputError(f"what is {what!r}, expected one of {', '.join(map(repr, REMOVED))}{nearest(what, REMOVED)}")
-    (batch,) = batches(model, inputs, tokenizer, None)
-    ids = next((x for x in batch.values() if isinstance(x, Tensor) and x.ndim == 2), None)
-    if ids is None or ids.shape[0] != 1 or ids.shape[1] < 2:
-        found = "none" if ids is None else tuple(ids.shape)
-        raise InputError(f"inputs has token ids of shape {found}, expected (1, n) of at least 2 tokens")
     _check_head(model)
-    further: dict[str, Any] = {} if isinstance(model, DecoderLM) else {"use_cache": False}
-    calls = calls_of(model, batch | further, layers=layers)
-    calls = [call for call in calls if call.group in ("self", "text")]
-    if calls and not any(call.causal for call in calls):
-        raise InputError(f"model {type(model).__name__} sees later tokens, so it has no loss on the next token")
-    heads = {one.layer: one.call.q.shape[1] for one in calls}
-    removing = _Removing(model, ids, REMOVED[what], {one.layer: (one.group, one.module) for one in calls}, heads)
-    kept, key = None, ""
-    if folder is not None:
-        kept = Path(folder) / PROGRESS
-        key = f"{what}:{weights_hash(model)}:{xxhash.xxh3_128_hexdigest(ids.cpu().contiguous().numpy().data)}"
-    done = _read(kept, key)
+    runs = [_Removing.of(model, ids, REMOVED[what], layers, counted) for ids in texts_of(model, inputs, tokenizer)]
+    kept = Kept(None if folder is None else Path(folder) / PROGRESS, ("key", "layer", "head"), "nats")
+    weights = "" if folder is None else weights_hash(model)
+    heads = runs[0].heads
     sets = [(layer, head) for layer, count in heads.items() for head in (*range(count), ALL)]
-    with evaluation_mode(model), bar("ablating", "heads", show=progress) as step:
-        whole = removing.loss()
-        step(len(done.keys() & set(sets)), of=len(sets) + 1)
-        for layer in heads:
-            wanted = [head for of, head in sets if of == layer and (of, head) not in done]
-            for losses in removing.without(layer, wanted):
-                done.update({(layer, head): nats for head, nats in losses.items()})
-                if kept is not None:
-                    _write(kept, key, done)
-                step(len(losses), of=len(sets) + 1)
-        done[ALL, ALL] = removing.loss({(n, m) for n in heads for m in range(heads[n])})
-        step(1, of=len(sets) + 1)
-    rows = [(*one, done[one], done[one] - whole) for one in sets]
-    table = pd.DataFrame(rows, columns=["layer", "head", "nats", "delta_nats"])
+    with evaluation_mode(model), bar("ablating", "heads", len(runs) * (len(sets) + 1), show=progress) as step:
+        losses = [run.losses(sets, kept, f"{what}:{weights}:{run.digest}", step) for run in runs]
+    counts = [run.count for run in runs]
+
+    def mean(at: tuple[int, int]) -> float:
+        return sum(one[at] * count for one, count in zip(losses, counts, strict=True)) / sum(counts)
+
+    def row(at: tuple[int, int]) -> tuple[float, ...]:
+        rises = [(one[at] - one[WHOLE]) * count for one, count in zip(losses, counts, strict=True)]
+        ends = confidence(rises, sizes=counts)[1:] if len(runs) > 1 else (math.nan, math.nan)
+        return (*at, mean(at), mean(at) - mean(WHOLE), *ends)
+
+    columns = ["layer", "head", "nats", "delta_nats", "low", "high"]
+    table = pd.DataFrame([row(at) for at in sets], columns=columns)
     of_layers = table[table["head"] == ALL].drop(columns="head").reset_index(drop=True)
     table = table[table["head"] != ALL].reset_index(drop=True)
-    attrs = {"model": name or type(model).__name__, "what": what, "tokens": int(ids.shape[1])}
-    return Ablation(table, of_layers, whole, done[ALL, ALL], attrs)
+    attrs = {"model": name or type(model).__name__, "what": what, "tokens": sum(run.ids.shape[1] for run in runs)}
+    attrs |= {"texts": len(runs), "counted": sum(counts)}
+    return Ablation(table, of_layers, mean(WHOLE), mean((ALL, ALL)), attrs)
 
 
 @dataclass(eq=False)
@@ -172,6 +167,52 @@ class _Removing:
     """Group and module of each layer."""
     heads: Mapping[int, int]
     """Number of heads of each layer."""
+    counted: Collection[int] | None = None
+    """The positions whose loss counts."""
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, ids: Tensor, edit: Edit, layers: Collection[int] | None, counted: Collection[int] | None
+    ) -> _Removing:
+        """For one text, (n,)."""
+        if (n := len(ids)) < 2:
+            raise InputError(f"inputs has a text of {n} token, expected at least 2, to predict the last one")
+        if counted is not None and (not counted or min(counted) < 1 or max(counted) >= n):
+            raise InputError(f"counted is {sorted(counted)}, expected positions from 1 to {n - 1}, which have a loss")
+        [batch] = batches(model, ids[None], None, None)
+        further: dict[str, Any] = {} if isinstance(model, DecoderLM) else {"use_cache": False}
+        calls = calls_of(model, batch | further, layers=layers)
+        calls = [call for call in calls if call.group in ("self", "text")]
+        if calls and not any(call.causal for call in calls):
+            raise InputError(f"model {type(model).__name__} sees later tokens, so it has no loss on the next token")
+        places = {one.layer: (one.group, one.module) for one in calls}
+        return cls(model, ids[None], edit, places, {one.layer: one.call.q.shape[1] for one in calls}, counted)
+
+    @property
+    def digest(self) -> str:
+        """What tells this text, and the positions that count."""
+        places = "" if self.counted is None else f":{sorted(self.counted)}"
+        return xxhash.xxh3_128_hexdigest(self.ids.cpu().contiguous().numpy().data) + places
+
+    @property
+    def count(self) -> int:
+        return self.ids.shape[1] - 1 if self.counted is None else len(self.counted)
+
+    def losses(self, sets: Sequence[tuple[int, int]], kept: Kept, key: str, step: Step) -> dict[tuple[int, int], float]:
+        """The loss of the whole model, and without each of these heads; those that are kept are not computed again."""
+        done = {at: float(kept.rows[key, *at]) for at in sets if (key, *at) in kept.rows}
+        done[WHOLE] = self.loss()
+        step(len(done.keys() & {*sets}))
+        for layer in self.heads:
+            wanted = [head for of, head in sets if of == layer and (of, head) not in done]
+            for losses in self.without(layer, wanted):
+                done.update({(layer, head): nats for head, nats in losses.items()})
+                kept.put({(key, layer, head): nats for head, nats in losses.items()})
+                step(len(losses))
+        done[ALL, ALL] = self.loss({(n, m) for n in self.heads for m in range(self.heads[n])})
+        self.outputs.clear()
+        step(1)
+        return done
 
     def __post_init__(self) -> None:
         attentions = attention_modules(self.model)
@@ -193,7 +234,7 @@ class _Removing:
         """The loss of the whole model, or without some heads, by one forward."""
         if without:
             with edit(self.model, {(self.places[n][0], n, head): self.edit for n, head in without}):
-                return next_token_loss(self.model, self.ids)
+                return _loss(_logits(self.model, self.ids)[0], self.ids, self.counted)
         with ExitStack() as hooks:
             for block in self.blocks:
                 hooks.callback(block.register_forward_hook(self._keep).remove)
@@ -203,7 +244,7 @@ class _Removing:
             self.blocks = []
         else:
             self.logits = logits[0]
-        return _loss(logits[0], self.ids)
+        return _loss(logits[0], self.ids, self.counted)
 
     def _keep(self, block: nn.Module, args: Any, output: Any) -> None:
         if block in self.outputs:  # it is applied several times, so its output is not that of one layer
@@ -238,7 +279,7 @@ class _Removing:
         if not far <= CLOSE.get(self.logits.dtype, 0.05):
             self.blocks = []
             return None
-        return {head: _loss(logits[i], self.ids) for i, head in enumerate(heads)}
+        return {head: _loss(logits[i], self.ids, self.counted) for i, head in enumerate(heads)}
 
 
 @dataclass(eq=False)
@@ -279,8 +320,11 @@ def _logits(model: nn.Module, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n voc
     return logits
 
 
-def _loss(logits: Float[Tensor, "n vocabulary"], ids: Int[Tensor, "1 n"]) -> float:
-    return float(nn.functional.cross_entropy(logits[:-1].double(), ids[0, 1:].to(logits.device)))
+def _loss(
+    logits: Float[Tensor, "n vocabulary"], ids: Int[Tensor, "1 n"], counted: Collection[int] | None = None
+) -> float:
+    at = torch.tensor(range(1, len(logits)) if counted is None else sorted(counted))
+    return float(nn.functional.cross_entropy(logits[at - 1].double(), ids[0].to(logits.device)[at]))
 
 
 def predicts_next_token(model: nn.Module) -> bool:
@@ -301,17 +345,19 @@ def _check_head(model: nn.Module) -> None:
         )
 
 
-def _read(file: Path | None, key: str) -> dict[tuple[int, int], float]:
-    """What an earlier run with the same model, text and edit has finished, but for all layers: it may name others."""
-    if file is None or not file.exists():
-        return {}
-    wrong = f"folder has {file}, which is not a file of an ablation; expected another folder"
-    with refusing(wrong, OSError, ValueError, KeyError, TypeError):
-        rows = [parse_json(line) for line in read_bytes(file).decode().splitlines()]
-        own = (row for row in rows if row["key"] == key and row["layer"] != ALL)
-        return {(row["layer"], row["head"]): float(row["nats"]) for row in own}
+class Kept:
+    """The finished parts of a run, by names, in a file of JSON lines from which an interrupted run resumes."""
 
+    def __init__(self, file: Path | None, names: Sequence[str], value: str) -> None:
+        self.file, self.names, self.value, self.rows = file, names, value, dict[tuple[Any, ...], Any]()
+        if file is not None and file.exists():
+            wrong = f"folder has {file}, which holds no finished parts of such a run; expected another folder"
+            with refusing(wrong, OSError, ValueError, KeyError, TypeError):
+                rows = map(parse_json, read_bytes(file).decode().splitlines())
+                self.rows = {tuple(row[name] for name in names): row[value] for row in rows}
 
-def _write(file: Path, key: str, done: dict[tuple[int, int], float]) -> None:
-    rows = ({"key": key, "layer": layer, "head": head, "nats": nats} for (layer, head), nats in done.items())
-    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
+    def put(self, found: Mapping[tuple[Any, ...], Any]) -> None:
+        self.rows |= found
+        if self.file is not None:
+            rows = (dict(zip(self.names, at, strict=True)) | {self.value: x} for at, x in self.rows.items())
+            write_atomically(self.file, "".join(json.dumps(row) + "\n" for row in rows))

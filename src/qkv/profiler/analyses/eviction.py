@@ -18,13 +18,14 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -44,8 +45,10 @@ from qkv.models.generation import evaluation_mode
 from qkv.models.loading import load_if_named
 from qkv.models.loss import token_loss
 from qkv.models.pretrained import tell_rotary
+from qkv.profiler.analyses.ablation import Kept
 from qkv.profiler.capture.datasets import calls_of, without_values
-from qkv.profiler.capture.inputs import batches, sequences_of, vocabulary
+from qkv.profiler.capture.inputs import batches, texts_of, vocabulary
+from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.capture.record import ObservedCall
 from qkv.profiler.data.frames import confidence
 from qkv.statistics.measure import in_shares, row_state, sweep
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
 
 
 BUILT_IN = ("window", "sinks", "heavy")
+PROGRESS = "eviction.jsonl"
 ALONE = 16
 """How many tokens at the end of the first text are read one by one, to measure their time."""
 NUMBERS = 2**28
@@ -109,7 +113,9 @@ def eviction(
     policies: Sequence[str | type[Evicting]] = BUILT_IN,
     first: int = 4,
     run: bool = True,
+    counted: Collection[int] | None = None,
     tokenizer: Any = None,
+    folder: str | Path | None = None,
     name: str = "",
     progress: bool = True,
 ) -> Eviction:
@@ -122,12 +128,15 @@ def eviction(
     Args:
         model: a causal language model as in `qkv.profile`, or a name for `qkv.load`.
         inputs: as in `qkv.profile`. Every text is run without its padding. With several texts there is an interval.
-        budgets: numbers of keys in the cache of each layer, at least 2 and more than `first`.
+        budgets: numbers of keys in the cache of each layer, at least 2 and more than `first`. A cache that holds every
+            text whole is not measured; ``attrs["whole"]`` has such budgets.
         policies: some of ``window``, ``sinks``, ``heavy``, ``snapkv``, ``pyramid``, ``tova``, ``keydiff``, ``knorm``,
             ``expected``, names registered by installed packages, and subclasses of `qkv.cache.Evicting`.
         first: number of first keys that ``sinks`` keeps.
         run: also run the model, to measure its loss.
+        counted: positions of the tokens whose loss counts; all but the first of each text if None.
         tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
+        folder: keeps what is finished in ``eviction.jsonl``, so that an interrupted run resumes.
         name: name of the model, kept in the attributes.
         progress: show a progress bar while it runs, if standard error is a terminal.
 
@@ -147,25 +156,64 @@ def eviction(
     tell_rotary(model, settings.values())
     texts = list(_texts(model, inputs, tokenizer))
     lengths = [ids.shape[1] for ids in texts for _ in ids]
+    if counted is not None and (not counted or min(counted) < 1 or max(counted) >= min(lengths)):
+        raise InputError(f"counted is {sorted(counted)}, expected positions from 1 to {min(lengths) - 1}")
+    kept = Kept(None if folder is None else Path(folder) / PROGRESS, ("key", "policy", "budget", "part"), "value")
+    begin = "" if folder is None else f"{weights_hash(model)}:{first}:{None if counted is None else sorted(counted)}:"
     lost: dict[tuple[str, int, int], Tensor] = {}
     nats: dict[Setting | None, list[float]] = {setting: [] for setting in (None, *settings)}
+    evicting: dict[Setting, bool] = dict.fromkeys(settings, False)
     work = [ids.shape[1] for ids in texts]
     work += [*work, lengths[0]] * len(nats) if run else []
     with bar("evicting", "tokens", sum(work), show=progress) as step:
         for ids in texts:
-            layers = _add_lost(lost, model, ids, settings, step)
+            key = begin + xxhash.xxh3_128_hexdigest(ids.cpu().contiguous().numpy().data)
+            missing = {one: cache for one, cache in settings.items() if (key, *one, "lost") not in kept.rows}
+            if missing:
+                kept.put({(key, *one, "lost"): x for one, x in _lost(model, ids, missing, step).items()})
+            step(0 if missing else ids.shape[1])
+            for setting in settings:
+                found = kept.rows[key, *setting, "lost"]
+                layers = len(found)
+                for layer, heads in found.items():
+                    at = (*setting, int(layer))
+                    lost[at] = lost.get(at, 0) + torch.tensor(heads, dtype=torch.float64)
+            whole: list[float] = []
             for setting in nats if mode else ():
                 caches = settings[setting].for_layers(layers) if setting else None
-                nats[setting] += nats_of(model, ids, caches, step)
+                holds = caches is not None and _hold(caches, ids.shape[1])
+                place = (key, *(setting or ("full", None)), "nats")
+                losses = whole if holds else kept.rows.get(place)
+                if losses is None:
+                    losses = nats_of(model, ids, caches, step, counted)
+                    kept.put({place: losses})
+                else:
+                    step(ids.shape[1])
+                whole = whole or losses
+                nats[setting] += losses
+            for setting, cache in settings.items():
+                evicting[setting] |= not _hold(cache.for_layers(layers), ids.shape[1])
+        held = [setting for setting, evicts in evicting.items() if not evicts]
+        if len(held) == len(settings):
+            raise InputError(f"budgets is {list(budgets)}, expected some below {max(lengths)}, a whole text")
+        settings = {setting: cache for setting, cache in settings.items() if setting not in held}
         if mode:
             costs = _costs(model, texts[0][:1], settings, layers, step)
+    nats = {setting: x for setting, x in nats.items() if setting not in held}
+    lost = {at: x for at, x in lost.items() if at[:2] not in held}
     attrs: dict[str, Any] = {
-        "model": loaded.name, "texts": len(lengths), "tokens": sum(lengths),
-        "longest": max(lengths), "first": first, "run": mode,
+        "model": loaded.name, "texts": len(lengths), "tokens": sum(lengths), "longest": max(lengths), "first": first,
+        "run": mode, "whole": sorted({budget for _, budget in held}),
     }  # fmt: skip
-    loss = _loss_table(nats, [n - 1 for n in lengths], costs) if run else None
+    counts = [n - 1 if counted is None else len(counted) for n in lengths]
+    loss = _loss_table(nats, counts, costs) if run else None
     attrs["policies"] = {name: cache.meaning for (name, _), cache in settings.items()}
     return Eviction(_mass_table(lost, sum(lengths), list(settings)), loss, attrs)
+
+
+def _hold(caches: Sequence[Evicting], n: int) -> bool:
+    """Whether the caches of all layers hold a whole text of n tokens."""
+    return min(cache.keys for cache in caches) >= n
 
 
 def _settings(budgets: Sequence[int], policies: Sequence[str | type[Evicting]], first: int) -> dict[Setting, Evicting]:
@@ -186,19 +234,10 @@ def _settings(budgets: Sequence[int], policies: Sequence[str | type[Evicting]], 
 
 def _texts(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor, "b n"]]:
     """Token ids of the texts, without padding; consecutive texts of one length together, as their logits allow."""
-    for batch in batches(model, inputs, tokenizer, None):
-        sequences, rows = sequences_of(model, batch), []
-        if sequences.source is None or sequences.two:
-            raise InputError(
-                f"model {type(model).__name__} does not read one sequence of tokens, expected a language model"
-            )
-        for item, ids in enumerate(sequences.source):
-            keep = sequences.real_source.get(len(ids))
-            rows.append(ids if keep is None else ids[keep[item]])
-            if (n := len(rows[-1])) < 2:
-                raise InputError(f"inputs has a text of {n} token, expected at least 2, to predict the last one")
-        for n, same in itertools.groupby(rows, len):
-            yield from torch.stack([*same]).split(max(1, NUMBERS // n // (vocabulary(model) or 1)))
+    for n, same in itertools.groupby(texts_of(model, inputs, tokenizer), len):
+        if n < 2:
+            raise InputError(f"inputs has a text of {n} token, expected at least 2, to predict the last one")
+        yield from torch.stack([*same]).split(max(1, NUMBERS // n // (vocabulary(model) or 1)))
 
 
 # --- a fact hidden in a text ------------------------------------------------------------------------------------------
@@ -308,14 +347,10 @@ class _Readers:
 # --- from the profile -------------------------------------------------------------------------------------------------
 
 
-def _add_lost(
-    lost: dict[tuple[str, int, int], Tensor], model: nn.Module, ids: Tensor, settings: Mapping[Setting, Evicting],
-    step: Step,
-) -> int:  # fmt: skip
-    """Add the lost mass of a batch, summed over its queries, to `lost`: (heads,) for each policy, budget and layer.
-
-    Returns the number of layers.
-    """
+def _lost(
+    model: nn.Module, ids: Tensor, settings: Mapping[Setting, Evicting], step: Step
+) -> dict[Setting, dict[int, list[float]]]:
+    """The lost mass of a batch, summed over its queries: of each head, for each policy, budget and layer."""
     [batch] = batches(model, ids, None, None)
     calls = [
         observed for observed in calls_of(model, batch)
@@ -326,13 +361,15 @@ def _add_lost(
             f"model {type(model).__name__} has no causal self-attention, expected a model that can run with a cache"
         )
     made = {setting: cache.for_layers(len(calls)) for setting, cache in settings.items()}
+    lost: dict[Setting, dict[int, list[float]]] = {setting: {} for setting in settings}
     for index, observed in enumerate(calls):
-        here = {setting: caches[index] for setting, caches in made.items()}
-        for (policy, budget), mass in mass_lost(observed, here).items():
-            key = policy, budget, observed.layer
-            lost[key] = lost.get(key, 0) + mass.double().sum((0, -1)).cpu()
+        here = {one: caches[index] for one, caches in made.items() if not _hold(caches, ids.shape[1])}
+        found = mass_lost(observed, here) if here else {}
+        for setting, by_layer in lost.items():
+            heads = found[setting].double().sum((0, -1)) if setting in found else torch.zeros(observed.call.q.shape[1])
+            by_layer[observed.layer] = heads.tolist()
         step(ids.shape[1] / len(calls))
-    return len(calls)
+    return lost
 
 
 def mass_lost(observed: ObservedCall, caches: Mapping[Setting, Evicting]) -> dict[Setting, Float[Tensor, "b h nq"]]:
@@ -416,21 +453,26 @@ def run_mode(model: nn.Module) -> str:
 
 @torch.no_grad()
 def nats_of(
-    model: nn.Module, ids: Int[Tensor, "b n"], caches: Sequence[Evicting] | None, on_tokens: Callable[[float], None]
+    model: nn.Module,
+    ids: Int[Tensor, "b n"],
+    caches: Sequence[Evicting] | None,
+    on_tokens: Callable[[float], None],
+    counted: Collection[int] | None = None,
 ) -> list[float]:
-    """For each text the sum of the loss over its n − 1 next tokens, in nats, with these caches of the layers; None
-    keeps all keys."""
+    """For each text the sum of the loss over its n − 1 next tokens, or those at some positions, in nats, with these
+    caches of the layers; None keeps all keys."""
+    at = torch.tensor(range(1, ids.shape[1]) if counted is None else sorted(counted)) - 1
     with evaluation_mode(model):
         if isinstance(model, DecoderLM):
             made = iter(_own(cache) for cache in caches) if caches else (Full(ids.shape[1]) for _ in itertools.count())
             online = caches is not None and caches[0].mask() is None
             chunk, begin = (1, min(cache.keys for cache in caches)) if caches and online else (64, 0)
             found = token_loss(model, ids, made.__next__, chunk=chunk, begin=begin, on_chunk=on_tokens)
-            return found.sum(1).tolist()
+            return found[:, at].sum(1).tolist()
         logits = _under_masks(model, ids, caches)
     on_tokens(ids.shape[1])
     loss = nn.functional.cross_entropy
-    return [float(loss(x[:-1].double(), text[1:], reduction="sum")) for x, text in zip(logits, ids, strict=True)]
+    return [float(loss(x[at].double(), text[at + 1], reduction="sum")) for x, text in zip(logits, ids, strict=True)]
 
 
 @torch.no_grad()

@@ -104,6 +104,19 @@ def batches(
         yield _prepared(model, batch)
 
 
+def texts_of(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor, " n"]]:
+    """The token ids of each text, without its padding, for a model that reads one sequence of tokens."""
+    for batch in batches(model, inputs, tokenizer, None):
+        sequences = sequences_of(model, batch)
+        if sequences.source is None or sequences.two:
+            raise InputError(
+                f"model {type(model).__name__} does not read one sequence of tokens, expected a language model"
+            )
+        for item, ids in enumerate(sequences.source):
+            keep = sequences.real_source.get(len(ids))
+            yield ids if keep is None else ids[keep[item]]
+
+
 def arguments_of(
     module: nn.Module | Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> dict[str, Any]:
