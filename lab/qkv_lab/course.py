@@ -12,7 +12,9 @@ Where courses differ, arguments decide: projections have biases unless ``bias=Fa
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -462,8 +464,7 @@ class Seq2SeqWithAttention(nn.Module):
 def plot_attention(attention_weights: Tensor, title: str = "Attention Weights") -> None:
     """Show one matrix of weights (n, n) with its numbers."""
     names = [f"Pos {i}" for i in range(attention_weights.shape[0])]
-    qkv.plot.weights(attention_weights, names, values=True, title=title)
-    _show()
+    _show(qkv.plot.weights(attention_weights, names, values=True, title=title).figure)  # type: ignore[arg-type]
 
 
 def visualize_attention(*args: Any, **options: Any) -> Any:
@@ -487,7 +488,7 @@ def _of_name(
     attentions = tuple(torch.from_numpy(layer)[None] for layer in profile.data["weights"].values[0])
     tokens = [str(token) for token in profile.data["key_token"].values[0]]
     means = {f"Layer {i}": layer[0].mean(0) for i, layer in enumerate(attentions)}
-    _show(qkv.plot.panels(means, tokens, what="weight, mean of heads"))
+    _show(qkv.plot.panels(means, tokens, what="weight, mean of heads"), saved=True)
     return attentions, tokens
 
 
@@ -498,23 +499,32 @@ def _of_reversal(model: nn.Module, data: Tensor, sample_idx: int = 0, device: st
         weights: list[Tensor] = model(x, mask=create_causal_mask(x.shape[1], device))[1]
     tokens = ["SEP" if i == 1 else str(i) for i in x[0].tolist()]
     names = {f"Layer {i + 1}, Head {h + 1}": m for i, layer in enumerate(weights) for h, m in enumerate(layer[0])}
-    _show(qkv.plot.panels(names, tokens, vmax=1, columns=weights[0].shape[1], what="weight"))
+    _show(qkv.plot.panels(names, tokens, vmax=1, columns=weights[0].shape[1], what="weight"), saved=True)
     return weights
 
 
 def _of_tokens(tokens: list[str], attention_weights: Tensor, head: int = 0) -> Figure:
     title = f"Attention Head {head + 1}"
     axes = qkv.plot.weights(attention_weights, tokens, item=0, head=head, vmax=1, values=True, title=title)
-    return axes.figure  # type: ignore[return-value]
+    figure: Figure = axes.figure  # type: ignore[assignment]
+    _show(figure)
+    return figure
 
 
-def _show(figure: Figure | None = None) -> None:
-    """Show a figure as lessons do, and write it as attention_visualization.png if it is passed."""
+def _show(figure: Figure, *, saved: bool = False) -> None:
+    """Show a figure in a notebook or in a window; with `saved`, write it as attention_visualization.png, too."""
     import matplotlib.pyplot as plt
 
-    if figure is not None:
+    if saved:
         figure.savefig("attention_visualization.png", dpi=150)
-    if plt.get_backend().lower() != "agg":  # which has no window
+    if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
+        sys.modules["IPython"].display.display(figure)
+    elif plt.get_backend().lower() != "agg":  # which has no window
+        file = io.BytesIO()
+        figure.savefig(file, dpi=100)
+        window = plt.figure(figsize=figure.get_size_inches(), dpi=100)  # pyplot does not manage the figure itself
+        file.seek(0)
+        window.figimage(plt.imread(file))
         plt.show()
 
 

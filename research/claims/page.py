@@ -263,7 +263,8 @@ def _page(source: str, found: Mapping[str, Verdict]) -> str:
         for c in of_part:
             verdict = found[c.id]
             lines += ["---", ""] if c is not of_part[0] else []
-            lines += [f"({c.id.lower()})=", f"**{c.id}** · {c.section} · {mark(verdict.kind)}", ""]
+            # A heading is an anchor on the site and on a forge, which both call it c001.
+            lines += [f"### {c.id}", "", f"{c.section} · {mark(verdict.kind)}", ""]
             lines += [f"> {c.text}", "", linked(verdict.text), ""]
             lines += [*_table(verdict.findings), *_settled(c.id, verdict)]
             lines += ["````{dropdown} The check", "```python", _code(c), "```", "````", ""]

@@ -168,6 +168,40 @@ def test_pictures_and_measures_run(capsys: pytest.CaptureFixture[str], monkeypat
     assert course.Tokenizer().decode(course.Tokenizer().encode("The cat")) == "The cat"
 
 
+def test_pictures_appear_in_a_notebook_and_in_a_window(monkeypatch: Any, tmp_path: Any) -> None:
+    import matplotlib.pyplot as plt
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    monkeypatch.chdir(tmp_path)
+    weights = torch.randn(1, 2, 4, 4).softmax(-1)
+    cells = (
+        "course.plot_attention(weights[0, 0])", "x = course.visualize_attention(list('abcd'), weights, head=1)",
+        "x = course.visualize_attention('qkv-mini', 'import os')", "x = course.visualize_attention(model, data)",
+    )  # fmt: skip
+    names = {
+        "course": course, "weights": weights, "model": course.TinyTransformer(16, 8, 2, 1, 13),
+        "data": course.generate_reversal_data(3, 5, 16),
+    }  # fmt: skip
+    shell = InteractiveShell.instance()
+    try:
+        shell.user_ns |= names
+        for cell in cells:
+            with capture_output() as shown:
+                assert shell.run_cell(cell).success
+            assert ["image/png" in one.data for one in shown.outputs] == [True], cell
+    finally:
+        InteractiveShell.clear_instance()
+    windows = list[tuple[int, ...]]()
+    monkeypatch.setattr(plt, "get_backend", lambda: "tkagg")
+    monkeypatch.setattr(plt, "show", lambda: windows.append(plt.gcf().images[0].get_array().shape))
+    for cell in cells:
+        exec(cell, names)
+    assert len(windows) == len(cells)
+    assert min(size for window in windows for size in window[:2]) > 100
+    plt.close("all")
+
+
 @pytest.mark.parametrize("call", [
     lambda: scaled_dot_product_attention(X, X, X, FUTURE), lambda: MultiHeadAttention(24, 4)(X, X, X, FUTURE),
     lambda: course.EinsumAttention(24, 4)(X, FUTURE), lambda: course.TransformerBlock(24, 4)(X, FUTURE),

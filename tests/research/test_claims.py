@@ -9,6 +9,7 @@ from typing import get_args
 
 import make_larger
 import pytest
+from mdit_py_plugins.anchors.index import slugify
 
 from qkv_lab.experiments.evidence import Holds
 from research.claims import CLAIMS, Drifted, false, holds
@@ -50,9 +51,28 @@ def test_verdict_whose_condition_fails_raises_drifted() -> None:
     assert false(True, "two is two").kind == "false"
 
 
-def test_the_index_in_the_repository_is_made_of_the_published_verdicts() -> None:
+def test_links_to_claims_lead_to_a_heading_of_a_page_on_the_site_and_on_a_forge() -> None:
+    docs, links = PAGES.parent, 0
+    of_forge = re.compile(r"[^\w\- ]")
+    headings = {page: re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M) for page in PAGES.glob("*.md")}
+    for slug in (slugify, lambda title: of_forge.sub("", title.lower()).replace(" ", "-")):
+        anchors = {page: {slug(title) for title in titles} for page, titles in headings.items()}
+        for page in (docs.parent / "README.md", *docs.rglob("*.md")):
+            text = "" if "_build" in page.parts else page.read_text(encoding="utf-8")
+            for path, anchor in re.findall(r"\]\(([\w./-]+\.md)(?:#([\w-]+))?\)", text):
+                target = (page.parent / path).resolve()
+                if target.parent == PAGES:
+                    assert target in anchors, f"{page}: {path} is not there"
+                    assert not anchor or anchor in anchors[target], f"{page}: {path}#{anchor}"
+                    links += 1
+    assert links > 2 * 270
+    assert "docs/claims" not in (docs.parent / ".gitignore").read_text(), "only a build would make the pages"
+
+
+def test_the_pages_in_the_repository_are_made_of_the_published_verdicts() -> None:
     found = pages(PUBLISHED)
-    assert (PAGES / "index.md").read_text(encoding="utf-8") == found["index.md"], "run `make claims`"
+    for name, text in found.items():
+        assert (PAGES / name).read_text(encoding="utf-8") == text, "run `make docs`"
     assert 'id = "C001"\nsource = "chapter"' in found["chapter.md"], "a claim whose verdict is data shows its entry"
     assert "def " in found["chapter.md"], "others show their check"
 
