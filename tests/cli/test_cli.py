@@ -106,6 +106,28 @@ def test_a_text_beyond_the_training_is_read_with_an_option_or_a_warning(tmp_path
         qkv.profile(learned, torch.ones(1, 20, dtype=torch.long))
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_a_bundled_translator_reads_a_text_and_its_translation(tmp_path: Path, command: Command) -> None:
+    text = "The black cat sat on the mat."
+    command.succeeds("profile", "qkv-translation", text, "--no-probe", "--out", tmp_path / "own")
+    words = ("profile", "qkv-translation", text, "--target", "le chat", "--no-probe", "--out", tmp_path / "given")
+    command.succeeds(*words)
+    for folder_name, target in (("own", "le chat noir était assis sur le tapis"), ("given", "le chat")):
+        data = qkv.Profile.load(tmp_path / folder_name / "profile.qkv.zip").group("cross")
+        assert data["key_token"].values[0].tolist() == text.lower().rstrip(".").split()
+        assert data["query_token"].values[0].tolist() == ["<start>", *target.split()]
+    model, tokenizer = qkv.load("qkv-translation")
+    source, read = (one.convert_ids_to_tokens(range(9)) for one in (tokenizer, tokenizer.target))
+    assert source != read
+    weights = qkv.profile(model, text, tokenizer=tokenizer, target="le chat", progress=False).group("cross")["weights"]
+    np.testing.assert_allclose(weights.values[0, 0, 0], data["weights"].values[0, 0, 0], atol=2.0**-12)
+    ids = {"source": tokenizer(text)["input_ids"], "target": tokenizer.target("le chat")["input_ids"]}
+    expected = model.alignments(*ids.values())[0].detach()
+    np.testing.assert_allclose(weights.values[0, 0, 0], expected, atol=1e-5)
+    with refused("target", "missing"):
+        qkv.profile(model, text, tokenizer=tokenizer)
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model `own`, the profile in `found`, and FILES."""

@@ -83,7 +83,8 @@ def test_mini_has_low_loss_on_python_and_has_sinks() -> None:
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("words", [
-    "map qkv-translation", "map qkv-caption", "flow qkv-reversal", "ablate qkv-reversal", "evict qkv-reversal",
+    "map qkv-translation", "map qkv-caption", "flow qkv-reversal", "ablate qkv-reversal",
+    "evict qkv-reversal --budgets 6",
 ])  # fmt: skip
 def test_a_command_without_text_runs_on_the_sample_of_a_bundled_model(
     words: str, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

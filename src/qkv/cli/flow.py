@@ -63,6 +63,7 @@ def flow(
     passage = given.passage()
     with folder(out):
         loaded, inputs = given.load(passage)
+        target = given.target_of(passage, target)
         tables = []
         for chosen, of, direction in ((backward, "queries", "from"), (forward, "keys", "to")):
             if not chosen:

@@ -81,6 +81,7 @@ def head_map(
     passage = given.passage()
     with folder(out.parent):
         loaded, inputs = given.load(passage)
+        target = given.target_of(passage, target)
         options = {"layers": "--layer", "head": "--head", "group": "--group", "target": "--target"}
         with renamed(**options), spinner(f"running {loaded.name}"):
             if layer is None or head is None:

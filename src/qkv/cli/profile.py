@@ -190,6 +190,7 @@ def profile(
     with folder(out):
         with laps("loading"):
             loaded, inputs = given.load(passage)
+            target = given.target_of(passage, target)
         with laps("measuring"):
             result = profiled(loaded, inputs).rounded()  # all that is printed and drawn is that of the saved file
         result.attrs["arguments"] = given.arguments(passage, out, target)
@@ -240,7 +241,13 @@ def _show(result: Profile) -> None:
 
     for group, data in result.groups.items():
         found = Findings(data, result.attrs, group)
-        show(Text(f"\n{_title(result, group)}", "bold"), found.headline, "", *head_grid(found.types), "")
+        show(
+            Text(f"\n{_title(result, group)}", "bold"),
+            found.headline,
+            "",
+            *head_grid(found.types, map(int, result.attrs.get("without_map", {}).get(group, ()))),
+            "",
+        )
         show(_findings_table(found))
         names = names_of(data)
         tokens = [f"“{names[row.token]}” {percent(row.share)}" for row in result.tokens(5, group).itertuples()]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from qkv._files import scheme_of, write_atomically
+from qkv._packages import from_lab
 from qkv._progress import spinner
 from qkv._untrusted import allow, read_bytes
 from qkv.cli.terminal import remark
@@ -201,7 +202,8 @@ class Input:
         with spinner(f"loading {name}"):
             loaded = loading.load_model(name, dtype=self.dtype, tokens=self.tokens or len(passage.encode()), head=head)
         loaded.model.to(device_named(self.device))
-        if loaded.sample is not None and not callable(loaded.tokenizer):
+        has_text = self.text is not None or self.file is not None
+        if loaded.sample is not None and not (has_text and callable(loaded.tokenizer)):
             for option, value in {"text": self.text, "--file": self.file, "--chat": self.chat}.items():
                 if value is not None:
                     raise InputError(f"{option} is given, but {name} takes none here: it runs on a sample of its data")
@@ -224,6 +226,14 @@ class Input:
         if found < self.tokens:
             raise InputError(f"--tokens is {self.tokens:,}, but the text has {found:,}")
         return loaded, {k: v[:, : self.tokens] for k, v in batch.items() if k in ("input_ids", "attention_mask")}
+
+    def target_of(self, passage: str, target: str | None) -> str | None:
+        """The text that the decoder reads: for a translator its own translation, unless another is given."""
+        from qkv.models.loading import is_translator
+
+        if target is not None or not is_translator(self.model) or (self.text is None and self.file is None):
+            return target
+        return " ".join(from_lab("qkv.lab", "qkv_lab", "translate")(self.model, passage).target)
 
     def arguments(self, passage: str, out: Path | None, target: str | None) -> dict[str, Any] | None:
         """The options from which `qkv.profiler.data.findings` writes the next commands.

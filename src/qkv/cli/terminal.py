@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PIPED = 160  # columns of a table that is not printed to a terminal
+NO_MAP = "no map"
 LETTERS = {
     "first token": "F", "other sink": "O", "induction": "I", "duplicate token": "D", "previous token": "P",
-    "self": "S", "delimiter": "E", "local": "L", "uniform": "U", "mixed": "·",
+    "self": "S", "delimiter": "E", "local": "L", "uniform": "U", "mixed": "·", NO_MAP: "░",
 }  # fmt: skip
 SKETCH = 48  # the largest number of cells in a row of a sketched map
 SHADES = " .:+#@"  # of weights, from below a thousandth of the largest one
@@ -147,17 +148,23 @@ def token_name(token: str) -> Text:
     return Text(f"“{readable(token)}”")
 
 
-def head_grid(types: pd.DataFrame) -> list[Text]:
+def head_grid(types: pd.DataFrame, without: Iterable[int] = ()) -> list[Text]:
     """The types of all heads as a picture: a column for each layer, a row for each head, and a legend.
+
+    The layers `without` a map are grey.
 
     Coloured squares, or letters without colour. It is the legend alone if the grid does not fit: more than 32 heads, or
     more layers than columns.
     """
+    import pandas as pd
     from rich.text import Text
 
     from qkv.profiler.data.frames import layers_and_heads
 
     console = _console()
+    empty = [(layer, head, NO_MAP) for layer in without for head in sorted({*types["head"]})]
+    if empty:
+        types = pd.concat([types, pd.DataFrame(empty, columns=["layer", "head", "type"])], ignore_index=True)
     kinds = types.pivot(index="head", columns="layer", values="type").to_numpy()
     colours = _colours() if console.color_system and not console.no_color else None
     heads, layers = kinds.shape
@@ -216,7 +223,11 @@ def _legend(types: pd.DataFrame, colours: Mapping[str, str] | None) -> Iterator[
     for kind, letter in LETTERS.items():
         if number := int(counts.get(kind, 0)):
             mark = Text("■", colours[kind]) if colours else Text(letter)
-            best = "" if kind == "mixed" else f" ({head_name(types.loc[types[types['type'] == kind][kind].idxmax()])})"
+            best = (
+                ""
+                if kind in ("mixed", NO_MAP)
+                else f" ({head_name(types.loc[types[types['type'] == kind][kind].idxmax()])})"
+            )
             yield Text.assemble(mark, f" {number:,} {kind}", (best, "dim"))
 
 
@@ -236,7 +247,13 @@ def _colours() -> dict[str, str]:
     """The colours of types that are seen on light and on dark terminals."""
     from qkv.figures.layout import KINDS, KINDS_DARK
 
-    return KINDS_DARK | {"mixed": KINDS["uniform"], "uniform": "#5f676d", "self": "#4f9bbf", "delimiter": "#8a5433"}
+    return KINDS_DARK | {
+        "mixed": KINDS["uniform"],
+        "uniform": "#5f676d",
+        "self": "#4f9bbf",
+        "delimiter": "#8a5433",
+        NO_MAP: "#3a3f43",
+    }
 
 
 def _narrowed(rows: Any, console: Console) -> Any:

@@ -303,11 +303,15 @@ class HeadMap(NamedTuple):
 def head_map(axes: Axes, shown: HeadMap, *, bar: bool = True, label: str = "") -> None:
     """A map of all heads in axes of their final size, with a row for each layer, and its colour bar with a label.
 
-    NaN leaves a cell blank. Numbers are printed in cells that are large enough, if the map has no colours of its own.
+    NaN leaves a cell blank, and a row of nothing else grey: a layer without a map. Numbers are printed in cells that
+    are large enough, if the map has no colours of its own.
     """
     grid = shown.table.pivot(index="layer", columns="head", values=shown.column).astype(float)
     image = heat(axes, grid.to_numpy(), shown.norm, shown.colours, missing="white")
     axes.spines[:].set_visible(False)
+    empty = grid.isna().all(axis=1).to_numpy()
+    for row in np.flatnonzero(empty) if not empty.all() else ():
+        axes.axhspan(row - 0.5, row + 0.5, color=MASKED, lw=0, zorder=1.2)
     rows, columns = grid.shape
     sides = np.array([axes.bbox.width / columns, axes.bbox.height / rows]) / axes.figure.dpi  # of a cell, in inches
     number_ticks(axes.xaxis, grid.columns, most=int(columns * sides[0] / 0.2))

@@ -24,7 +24,7 @@ from qkv._untrusted import SizeError, check_json_files, free_memory, load_json, 
 from qkv.errors import InputError, first_line, nearest, one_of, refusing
 from qkv.models import checkpoint, gguf_files, pretrained
 from qkv.models.decoder import DecoderLM
-from qkv.models.tokenizers import TOKENIZER, VOCABULARY, ByteTokenizer, FileTokenizer, WordNames
+from qkv.models.tokenizers import TOKENIZER, VOCABULARY, ByteTokenizer, FileTokenizer, PairTokenizer, WordNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -173,7 +173,9 @@ def _load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
     words, sample = folder / VOCABULARY, folder / SAMPLE
     if sample.exists():
         with refusing(f"model: {SAMPLE} or {VOCABULARY} in {folder} is damaged ({{}})"):
-            names = WordNames(load_json(words)) if words.exists() else None
+            of_words = load_json(words) if words.exists() else {}
+            kind = PairTokenizer if {"source", "target"} <= {*of_words} else WordNames
+            names = kind(of_words) if of_words else None
             entries = dict(load_json(sample))
             asked = tuple(map(int, entries.pop("asked"))) if "asked" in entries else None
             inputs = {key: torch.tensor(value) for key, value in entries.items()}

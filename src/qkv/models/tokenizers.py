@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv._untrusted import read_bytes
-from qkv.errors import InputError, refusing
+from qkv.errors import InputError, nearest, refusing
 
 
 class ByteTokenizer:
@@ -51,13 +51,36 @@ class WordNames:
 
     def __init__(self, words: dict[str, Any]) -> None:
         self.words, *others = (names for names in words.values() if isinstance(names, list))
-        self.target = WordNames({"target": others[0]}) if others else self
+        self.target: WordNames = type(self)({"target": others[0]}) if others else self
 
     def decode(self, ids: Sequence[int] | Tensor, **kwargs: Any) -> str:
         return " ".join(self.convert_ids_to_tokens(torch.as_tensor(ids).tolist()))
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         return [self.words[i] if i < len(self.words) else str(i) for i in ids]
+
+
+class PairTokenizer(WordNames):
+    """The words of a text and of its translation, each with a vocabulary of its own (vocabulary.json).
+
+    A translation begins with ``<start>``. Case and the full stop at the end are ignored.
+
+    >>> pair = PairTokenizer({"source": ["<pad>", "cat"], "target": ["<pad>", "<start>", "chat"]})
+    >>> pair("Cat.")["input_ids"], pair.target("chat")["input_ids"]
+    (tensor([[1]]), tensor([[1, 2]]))
+    """
+
+    def __init__(self, words: dict[str, Any]) -> None:
+        super().__init__(words)
+        self.begin = ["<start>"] if "target" in words and len(words) == 1 else []
+
+    def __call__(self, text: str, **options: Any) -> dict[str, Tensor]:
+        words = [*self.begin, *text.lower().strip().rstrip(".!").split()]
+        if unknown := [word for word in words if word not in self.words]:
+            raise InputError(
+                f"text has the word {unknown[0]!r}, expected words of the model{nearest(unknown[0], self.words)}"
+            )
+        return {"input_ids": torch.tensor([[self.words.index(word) for word in words]])}
 
 
 class FileTokenizer:

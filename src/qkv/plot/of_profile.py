@@ -192,7 +192,8 @@ class Plots:
     def types(self, group: str | None = None) -> Figure:
         """The type of each head as a layer × head map: `Profile.types` as a figure."""
         table = self._profile.types(group)
-        layer_ids, head_ids = (sorted(set(table[side])) for side in ("layer", "head"))
+        whole = self._with_all_layers(table, group or self._profile.main)
+        layer_ids, head_ids = (sorted(set(whole[side])) for side in ("layer", "head"))
         layers, heads = len(layer_ids), len(head_ids)
         cell = min(0.42, 7.5 / heads, 8.0 / layers)
         wide, tall = cell * heads, cell * layers
@@ -204,7 +205,7 @@ class Plots:
         subtitle = f"{self._name()} · {layers_and_heads(layers, heads)} · the first type that a head reaches"
         figure = titled(width, top + max(tall, key) + 0.7, _types_sentence(table), subtitle)
         axes = place(figure, left, top, wide, tall)
-        places = table.assign(at=table["type"].map([*KINDS].index))
+        places = whole.assign(at=whole["type"].map([*KINDS].index, na_action="ignore"))
         norm, colours = Normalize(-0.5, len(KINDS) - 0.5), ListedColormap([*KINDS.values()])
         head_map(axes, HeadMap(places, "at", "", norm, colours=colours), bar=False)
         for one in table.to_dict("records") if cell > 0.2 else []:
@@ -384,8 +385,17 @@ class Plots:
             least = min(0.0, float(np.nanmin(heads[statistic], initial=0)))
             title = label + {"%": ", %", "ratio": "", "": ""}.get(unit, f", {unit}")
             norm = Normalize(least, most if most > least else least + 1.0)
-            maps.append(HeadMap(heads, statistic, title, norm, percent=unit == "%"))
+            rows = self._with_all_layers(heads, data.attrs["group"])
+            maps.append(HeadMap(rows, statistic, title, norm, percent=unit == "%"))
         return head_maps(_maps_sentence(data, heads, names), self._subtitle(data), maps)[0]
+
+    def _with_all_layers(self, table: pd.DataFrame, group: str) -> pd.DataFrame:
+        """A table of heads with empty rows for the layers in which nothing attends."""
+        import pandas as pd
+
+        missing = self._profile.attrs.get("without_map", {}).get(group, {})
+        places = [(int(layer), head) for layer in missing for head in sorted({*table["head"]})]
+        return pd.concat([table, pd.DataFrame(places, columns=["layer", "head"])]) if places else table
 
     def _name(self) -> str:
         return str(self._profile.attrs.get("model", "model"))

@@ -97,6 +97,9 @@ def profile(
         ``"returned"`` weights that the module's own attention function returned beside its output, because standard
         attention does not give this output. ``attrs["checks"]`` has the comparisons with the model's own attention
         function: module, function, and the largest difference of the outputs as a fraction of the largest output.
+        The source ``"differential"`` means two softmaxes, one of which is subtracted: heads of the first half less λ
+        times those of the second act (``attrs["differential"]`` has λ by layer), and their values are not measured.
+        Layers keep their numbers where nothing attends in some of a stack: ``attrs["without_map"]`` has those.
 
     Raises:
         InputError: if the model does not accept the inputs, computes weights that are NaN, cannot be observed, passes
@@ -149,7 +152,8 @@ def profile(
         "checks": [asdict(checked) for checked in runs[0][1].checks],
         "probes": said,
     }
-    return Profile(groups, attrs, {} if is_shared else by_stack(residuals))  # a process sees those of its own shard
+    states = {} if is_shared else by_stack(residuals)  # a process sees those of its own shard
+    return Profile(groups, attrs | runs[0][1].of_layers(groups), states)
 
 
 def _probe(
@@ -211,8 +215,8 @@ def _checked(observer: Observer, partial: bool) -> Observer:
             "pass partial=True (--partial) to profile the rest"
         )
     layers = set(observer.layers or ())
-    if layers - set(range(observer.deepest() + 1)):
-        raise InputError(f"layers is {sorted(layers)}, but the model has attention layers 0..{observer.deepest()}")
+    if layers - {*observer.numbers.values()}:
+        raise InputError(f"layers is {sorted(layers)}, but the model has attention layers {observer.known_layers}")
     return observer
 
 

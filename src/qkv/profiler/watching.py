@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.models.loading import name_of_model
-from qkv.profiler.capture.checking import Checked
 from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences
 from qkv.profiler.capture.observe import OBSERVERS, following, overridden
@@ -40,8 +39,8 @@ class Watched:
     Watched(1 sequences, 1 forwards)
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, texts: Texts, checks: list[Checked]) -> None:
-        self._model, self._tokenizer, self._texts, self._checks = model, tokenizer, texts, checks
+    def __init__(self, model: nn.Module, tokenizer: Any, texts: Texts, observer: Observer) -> None:
+        self._model, self._tokenizer, self._texts, self._observer = model, tokenizer, texts, observer
         self._measures = texts.measures or Measures()
         self._returned: list[tuple[Sequence, int]] = []  # what `generate` returned, in order: sequence and batch item
 
@@ -102,12 +101,13 @@ class Watched:
             "text_preview": "no token ids" if ids is None else preview(ids, self._tokenizer),
             "unobserved": sorted(unrecorded),
             "sources": chosen[0].sources,
-            "checks": [asdict(checked) for checked in self._checks],
+            "checks": [asdict(checked) for checked in self._observer.checks],
             "probes": "not run: the model was watched",
             "forwards": [s.forwards for s in chosen],
             "evicted": any(s.evicted for s in chosen),
             "returned": returned,
         }
+        attrs |= self._observer.of_layers(groups)
         return Profile(groups, attrs, {})
 
     def _recorded(self, sequence: Sequence) -> Recorded:
@@ -242,7 +242,7 @@ def watch(
         )
     texts = Texts(Measures(local_window, map_tokens, 64), every, layers)
     observer = Observer(model, texts=texts, partial=True, unreadable=texts.unrecorded)
-    watched = Watched(model, tokenizer, texts, observer.checks)
+    watched = Watched(model, tokenizer, texts, observer)
     with following(observer), _generating(model, texts, watched._returned):
         yield watched
 

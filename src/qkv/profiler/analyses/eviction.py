@@ -179,10 +179,10 @@ def eviction(
                     at = (*setting, int(layer))
                     lost[at] = lost.get(at, 0) + torch.tensor(heads, dtype=torch.float64)
             whole: list[float] = []
-            for setting in nats if mode else ():
-                caches = settings[setting].for_layers(layers) if setting else None
+            for one in nats if mode else ():
+                caches = settings[one].for_layers(layers) if one else None
                 holds = caches is not None and _hold(caches, ids.shape[1])
-                place = (key, *(setting or ("full", None)), "nats")
+                place = (key, *(one or ("full", None)), "nats")
                 losses = whole if holds else kept.rows.get(place)
                 if losses is None:
                     losses = nats_of(model, ids, caches, step, counted)
@@ -190,7 +190,7 @@ def eviction(
                 else:
                     step(ids.shape[1])
                 whole = whole or losses
-                nats[setting] += losses
+                nats[one] += losses
             for setting, cache in settings.items():
                 evicting[setting] |= not _hold(cache.for_layers(layers), ids.shape[1])
         held = [setting for setting, evicts in evicting.items() if not evicts]

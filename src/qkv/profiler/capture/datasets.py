@@ -82,10 +82,10 @@ def calls_of(
     missing = sorted((wanted or set()) - {s.layer for s in found})
     if not found or missing:
         of_kind = f" of the kind {group!r}" if group else ""
-        name, last = type(model).__name__, observer.deepest()
+        name, known = type(model).__name__, observer.known_layers
         if missing:
-            raise InputError(f"layers has {missing[0]}{of_kind}, expected 0 to {last}, the attention layers of {name}")
-        raise InputError(f"model {name} has no attention{of_kind} that qkv can observe; it has layers 0 to {last}")
+            raise InputError(f"layers has {missing[0]}{of_kind}, expected {known}, the attention layers of {name}")
+        raise InputError(f"model {name} has no attention{of_kind} that qkv can observe; it has layers {known}")
     return observer.in_order(found)
 
 

@@ -99,8 +99,11 @@ def batches(
         if not callable(tokenizer):
             raise InputError("inputs is text but there is no tokenizer; pass tokenizer=…, or token ids")
         batch = {k: v for k, v in tokenizer(text, return_tensors="pt").items() if k in ("input_ids", "attention_mask")}
+        of_target = getattr(tokenizer, "target", tokenizer)
+        if target is None and of_target is not tokenizer:
+            raise InputError("target is missing, expected the translation, which the decoder reads")
         if target is not None:
-            batch["decoder_input_ids"] = tokenizer(target, return_tensors="pt")["input_ids"]
+            batch["decoder_input_ids"] = of_target(target, return_tensors="pt")["input_ids"]
         yield _prepared(model, batch)
 
 
@@ -278,11 +281,17 @@ def vocabulary(model: nn.Module, *, target: bool = False) -> int | None:
     return next((n for name in names if (n := getattr(config, name, None))), None)
 
 
+def config_of_text(model: nn.Module) -> Any:
+    """The configuration of a model, or of the part that reads text, if it has one."""
+    config: Any = getattr(model, "config", None)
+    with suppress(ValueError):  # it may have several
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return config
+
+
 def positions(model: nn.Module) -> int | None:
     """The largest number of tokens that the model has positions for; None if its configuration does not state it."""
-    config: Any = getattr(model, "config", None)
-    with suppress(ValueError):  # of a model with pictures or sound; the configuration may have several
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = config_of_text(model)
     limit = getattr(config, "max_position_embeddings", None)
     if getattr(config, "positions", None) == "learned":  # a model of qkv
         limit = getattr(config, "context", None)
@@ -296,6 +305,34 @@ def positions(model: nn.Module) -> int | None:
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(model.forward).parameters
+
+
+def stack_of(names: Sequence[str]) -> str | None:
+    """The stack of layers that these modules are in, such as "model.layers": each in a layer of its own, or None.
+
+    >>> stack_of(["layers.3.attention", "layers.7.attention"]), stack_of(["stages.0.blocks.0", "stages.1.blocks.0"])
+    ('layers', 'stages')
+    >>> stack_of(["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0"])
+    """
+    parts = [name.split(".") for name in names]
+    for at in range(min(map(len, parts), default=0)):
+        before = {tuple(one[:at]) for one in parts}
+        if len(before) == 1 and all(one[at].isdecimal() for one in parts):
+            indices = {one[at] for one in parts}
+            if len(indices) == len(parts):
+                return ".".join(*before)
+    return None
+
+
+def index_in(stack: str, names: Sequence[str]) -> int | None:
+    """The number of the layer of a stack that one of these names is, the last one first, or that the last is in.
+
+    >>> index_in("layers", ["model", "layers.5", "layers.2.shared"]), index_in("layers", ["layers.2.attention"])
+    (5, 2)
+    """
+    layer = re.compile(rf"{re.escape(stack)}{'[.]' if stack else ''}(\d+)")
+    found = [*map(layer.fullmatch, reversed(names)), layer.match(names[-1])]
+    return next((int(at[1]) for at in found if at), None)
 
 
 _CROSS = re.compile(r"cross|encoder_attn|enc_?dec", re.IGNORECASE)

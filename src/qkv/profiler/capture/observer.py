@@ -73,10 +73,17 @@ class Observer:
 
     def __post_init__(self) -> None:
         root = type(self.model).__name__
-        self.modules = dict(self.model.named_modules())
+        self.modules: dict[str, nn.Module] = dict(self.model.named_modules())
         self.names = {id(module): name or root for name, module in self.modules.items()}
         routed = [module for module in self.modules.values() if routes(module)]
         self.expected = [self.names[id(module)] for module in routed]
+        kinds = {name: inputs.of_transformers(name, self.model) for name in self.expected}
+        self.stacks = {
+            kind: inputs.stack_of([n for n, of in kinds.items() if of == kind]) for kind in {*kinds.values()}
+        }
+        """The stack of layers of each group, whose numbers of layers are kept."""
+        self.differential = {name for name in self.expected if hasattr(self.modules[name], "lambda_q1")}
+        """Modules that subtract the softmax of one half of the heads from that of the other (Ye et al. 2024)."""
         self.checks = Checks(self.model, {id(module): function_of(module) for module in routed})
         self.beside = self.texts is not None
         self.ran: set[int] = set()  # modules whose forward was running
@@ -111,10 +118,6 @@ class Observer:
     def _skips(self) -> bool:
         """Whether a call is neither recorded nor edited."""
         return self.foreign() or (self.run.paused and not ACTIVE.get(self.model))
-
-    def deepest(self) -> int:
-        """The highest layer number of any group."""
-        return max(self.numbers.values(), default=-1)
 
     def in_order(self, layers: list[Any]) -> list[Any]:
         """What was received of layers, in the order in which they began to attend."""
@@ -299,9 +302,10 @@ class Observer:
                 f"model applies dropout {call.dropout_p} to the weights of {name}; expected a model in evaluation mode"
             )
         call = replace(call, dropout_p=0.0) if call.dropout_p else call
-        self.sources[name] = source
+        self.sources[name] = "differential" if name in self.differential else source
         self.on_call(name)
         observed = self._observed(name, source, call, keys)
+        again = name in self.differential and self.run.made[name] % 2 == 0  # the same softmaxes, for other values
         result, changed = known, dict[int, Call]()
         if observed.step:  # one of several queries over the same keys
             result = compute(call)
@@ -314,7 +318,7 @@ class Observer:
                 self.model, name, observed.group, observed.layer, partial(self._place, observed), call,
                 known or compute(call), compute, editable=editable,
             )  # fmt: skip
-        if self.run.paused or (self.layers is not None and observed.layer not in self.layers):
+        if again or self.run.paused or (self.layers is not None and observed.layer not in self.layers):
             return compute(call) if result is None else result
         result = compute(call) if result is None and not fused else result
         if len(changed) == call.q.shape[1] and len({id(one) for one in changed.values()}) == 1:
@@ -386,6 +390,7 @@ class Observer:
         queries = None if steps else queries
         first = 0 if keys is None else run.first(keys)
         step = 0 if steps else None
+        source = self.sources[name]
         observed = ObservedCall(name, group, layer, call, None, queries, keys, first, causal, source, own, step)
         if steps:
             run.steps[name] = observed
@@ -399,10 +404,59 @@ class Observer:
         if cache is not None and before == self.run.newest:  # a cache attends in several parts
             own -= 1
         self.run.made[name] = own + 1
+        own = 0 if name in self.differential else own
         key = group, name, own
         if key not in self.numbers:
-            self.numbers[key] = sum(of == group for of, _, _ in self.numbers)
+            used = {number for (of, _, _), number in self.numbers.items() if of == group}
+            number = self._index(group, name)
+            self.numbers[key] = max(used, default=-1) + 1 if number is None or number in used else number
         return own, self.numbers[key]
+
+    def _index(self, group: str, name: str) -> int | None:
+        """The number of the running layer in its stack: a module in several layers has the name of the first."""
+        if (stack := self.stacks.get(group)) is None:
+            return None
+        return inputs.index_in(stack, [*self.run.running, name])
+
+    @torch.no_grad()
+    def of_layers(self, groups: Collection[str]) -> dict[str, dict[str, dict[str, Any]]]:
+        """What is to be said of layers, for the attributes of a profile: by kind, group and number."""
+        said: dict[str, Callable[[str], Mapping[int, Any]]] = {
+            "differential": self.factors, "without_map": self.without_map,
+        }  # fmt: skip
+        found = {kind: {group: of(group) for group in groups} for kind, of in said.items()}
+        return {
+            kind: {group: {str(n): x for n, x in one.items()} for group, one in by_group.items() if one}
+            for kind, by_group in found.items()
+        }
+
+    def without_map(self, group: str) -> dict[int, str]:
+        """The layers of a group's stack in which nothing attends, and what they are, as far as the model says it."""
+        if (stack := self.stacks.get(group)) is None or self.layers is not None:
+            return {}
+        layers = [int(name) for name, _ in self.modules[stack].named_children() if name.isdecimal()]
+        config = inputs.config_of_text(self.model)
+        kinds = list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+        has = {number for (of, _, _), number in self.numbers.items() if of == group}
+        return {n: str(kinds[n]) if n < len(kinds) else "" for n in sorted({*layers} - has)} if has <= {*layers} else {}
+
+    def factors(self, group: str) -> dict[int, float]:
+        """λ of each layer with differential attention, whose map is softmax₁ − λ softmax₂ of halves of the heads."""
+        found = {}
+        for (of, name, _), number in self.numbers.items():
+            if of == group and name in self.differential:
+                at: Any = self.modules[name]
+                first, second = (
+                    (getattr(at, f"lambda_q{i}") * getattr(at, f"lambda_k{i}")).sum().exp() for i in (1, 2)
+                )
+                found[number] = float(first - second + at.lambda_init)
+        return found
+
+    @property
+    def known_layers(self) -> str:
+        """The numbers of the layers that attend: "0..5", or "3, 7, 11"."""
+        found = sorted({*self.numbers.values()})
+        return f"0..{found[-1]}" if found == [*range(len(found))] else ", ".join(map(str, found))
 
     def _place(self, observed: ObservedCall) -> Placed:
         """Where the queries and keys of a call are in the text."""

@@ -27,7 +27,7 @@ from qkv.statistics.measure import in_shares, measured, row_state, sweep
 from qkv.statistics.result import Statistics, with_head
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
-WEIGHTS_ONLY = ("softmax", "outputs", "returned")  # sources that give weights, but no queries, keys and values
+WEIGHTS_ONLY = ("softmax", "outputs", "returned", "differential")  # sources of weights, without vectors
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ObservedCall:
     keys: Tensor | None
     first: int | Tensor  # position of the first key of the text, as `capture.inputs.first_real` gives it
     causal: bool
-    source: str  # as in `attrs["sources"]` of `qkv.profile`; a source in `WEIGHTS_ONLY` has no vectors (v is NaN)
+    source: str  # as in `attrs["sources"]` of `qkv.profile`; a source in `WEIGHTS_ONLY` has no vectors that count
     own: int = 0
     """How many calls the module has made in this forward before."""
     step: int | None = None

@@ -114,7 +114,8 @@ class Sequence:
         """The key of the layer of a call."""
         key = observed.group, observed.module, observed.own
         if key not in self.layers:
-            number = sum(group == observed.group for group, _, _ in self.layers)
+            used = {layer.number for layer in self.layers.values() if layer.group == observed.group}
+            number = max(used, default=-1) + 1 if observed.layer in used else observed.layer
             self.layers[key] = Layer(observed.module, observed.group, number, observed.source)
         return key
 

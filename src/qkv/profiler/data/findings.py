@@ -66,6 +66,7 @@ _DOES = {  # predicates of "one head …" and of "many heads …"
     "uniform": ("spreads its weight evenly", "spread their weight evenly"),
     MIXED: ("has no single type", "have no single type"),
 }
+SMALLEST_CACHE = 32  # keys of the smallest cache that `qkv evict` compares unless other budgets are given
 ADDS_LITTLE = 0.1  # a sink whose value gives at most this share of what the values add is said to add little
 SHORT = 0.7  # a value is called short if its norm is below this part of the mean of the others
 FADES = 0.9  # a trend is said to fall or rise if its last value differs from the first by more than this factor
@@ -292,10 +293,14 @@ class Findings:
         shown = step(f"see L{layer} · H{number}", python, "map", *options)._replace(layer=layer, head=number)
         if not self._data.attrs["causal"] or self._group != "self" or kind == "map":
             return (shown,)
+        if kind == "distance" and self._longest <= SMALLEST_CACHE:
+            return (shown,)
         if kind == "distance":
             return shown, evict("keep only the last keys in the cache", "window")
         python = 'qkv.profiler.ablation(model, inputs, what="sinks", tokenizer=tokenizer)'
         hide = step("hide the first token from one head at a time", python, "ablate", "--what", "sinks")
+        if self._longest <= SMALLEST_CACHE:
+            return shown, hide
         return shown, hide, evict("evict the first tokens from the cache", "window", "sinks")
 
     def _added(self) -> str:
@@ -356,8 +361,33 @@ class Findings:
         found.append(self._distance())
         if self.is_too_short:
             found.append(found.pop(0))
+        found += [self._without_map(), self._differential()]
         found.insert(0, self._question())
         return FindingList(one for one in found if one is not None)
+
+    def _without_map(self) -> Finding | None:
+        """Layers in which nothing attends: recurrent ones, convolutions, linear attention."""
+        kinds: dict[str, str] = self._attrs.get("without_map", {}).get(self._group, {})
+        if not kinds:
+            return None
+        layers = {int(layer): kind for layer, kind in kinds.items()}
+        by_kind = {kind: sorted(n for n, of in layers.items() if of == kind) for kind in dict.fromkeys(layers.values())}
+        parts = [f"{sinks.ranges(np.array(x))}{f' ({kind})' if kind else ''}" for kind, x in by_kind.items()]
+        total = len(layers) + self._data.sizes["layer"]
+        return Finding(f"{len(layers):,} of {total:,}", "layers have no attention map", f"Layers {listed(parts)}.")
+
+    def _differential(self) -> Finding | None:
+        """Layers that subtract one softmax from another: neither map is what acts."""
+        factors: dict[str, float] = self._attrs.get("differential", {}).get(self._group, {})
+        if not factors:
+            return None
+        half = self._data.sizes["head"] // 2
+        detail = ", ".join(f"layer {layer}: λ = {factor:.2f}" for layer, factor in [*factors.items()][:4])
+        return Finding(
+            f"{len(factors):,} of {self._data.sizes['layer']:,}",
+            f"layers subtract maps: what acts is that of head h below {half} less λ × that of head h + {half}",
+            f"{detail}{' …' if len(factors) > 4 else ''}. Shares and types are those of each softmax alone.",
+        )
 
     def _question(self) -> Finding | None:
         """What the last token of a chat looks at, from which the answer begins: question, first token, template."""

@@ -379,6 +379,8 @@ def survey(
     loaded = load_if_named(model, tokenizer, how.name, dtype=how.dtype)
     if loaded.tokenizer is None:
         raise InputError("tokenizer is None, but a survey reads texts; pass tokenizer=…")
+    if getattr(loaded.tokenizer, "target", loaded.tokenizer) is not loaded.tokenizer:
+        raise InputError(f"model {type(loaded.model).__name__} reads pairs of texts, expected one that reads one text")
     source = texts if isinstance(texts, Corpus) else corpus.of_texts(texts)
     statistics = checked_custom(how.statistics, (*QUANTITIES, *TAKEN), over="query")
     definition = definition_of(loaded.model, loaded.tokenizer, replace(how, name=loaded.name, statistics=statistics))
