@@ -478,7 +478,7 @@ def test_command_draws_and_writes_numbers(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.py").write_text(TEXT)
-    words = "map qkv-mini a.py --layer 2 --head 3 --rows 5: --cols :20 --size 6 --data --out out/part.png"
+    words = "map qkv-mini --file a.py --layer 2 --head 3 --rows 5: --cols :20 --size 6 --data --out out/part.png"
     assert "out/part.png" in command.succeeds(*words.split())
     assert {p.name for p in Path("out").iterdir()} == {"part.png", "part.npz"}
     want = program.picture(slice(5, None), slice(0, 20), 6)

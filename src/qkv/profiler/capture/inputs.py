@@ -251,20 +251,27 @@ def _check_ids(model: nn.Module, sequences: Sequences) -> None:
             continue
         if x.numel() == 0:
             raise InputError(f"{argument} has no tokens, expected at least one")
-        name, too_many = type(model).__name__, limit is not None and x.shape[1] > limit
-        said = f"{argument} has {x.shape[1]:,} tokens, expected at most {limit:,}, " if too_many else ""
+        name, n = type(model).__name__, x.shape[1]
+        too_many = limit is not None and n > limit
         # Rotary positions have no last one, and neither have models of qkv without learned ones.
         endless = too_many and any("rotary" in type(module).__name__.lower() for module in model.modules())
         endless |= getattr(own, "positions", "learned") != "learned"
-        if too_many and endless and BEYOND.get() is None:
-            warnings.warn(f"{said}for which {name} was trained", stacklevel=user_frame())
-        elif too_many and not endless:
+        if not too_many:
+            pass
+        elif not endless:
             raise InputError(
-                f"{said}the positions of {name}; on the command line, --tokens {limit} takes the first of them"
+                f"{argument} has {n:,} tokens, expected at most {limit:,}, the positions of {name}; on the command "
+                f"line, --tokens {limit} takes the first of them"
             )
-        elif too_many and not BEYOND.get():
+        elif BEYOND.get() is None:
+            warnings.warn(
+                f"{argument} has {n:,} tokens, expected at most {limit:,}, for which {name} was trained",
+                stacklevel=user_frame(),
+            )
+        elif not BEYOND.get():
             raise InputError(
-                f"{said}for which {name} was trained; --tokens {limit} takes the first, --beyond all of them"
+                f"{argument} has {n:,} tokens, expected at most {limit:,}, for which {name} was trained; --tokens "
+                f"{limit} takes the first, --beyond all of them"
             )
         size = vocabulary(model, target=argument == "target")
         if size is None:
