@@ -88,10 +88,11 @@ torture: venv  ## kill commands KILLS=20 times each, fill disks, move clocks: ab
 	$(BIN)/python -m torture --kills $(KILLS)
 	PYTHONPATH=. $(BIN)/python docs/make_reliability.py
 
-lint: venv  ## run ruff, mypy and codespell
+lint: venv  ## run ruff, codespell, and mypy over the sources and the code of pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/typed_pages.py
 	$(BIN)/codespell docs/*.md docs/*/*.md README.md CONTRIBUTING.md CHANGELOG.md
 
 MECHANISMS := benchmarks/results/mechanisms

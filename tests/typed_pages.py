@@ -1,4 +1,7 @@
-"""Types for users: the code of README and how-tos passes mypy --strict, and return types follow the arguments."""
+"""`make lint`: the code of README and how-tos passes mypy --strict, and return types follow the arguments.
+
+It runs after mypy over the sources, whose cache it shares: alone it takes forty seconds, then five.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
+from tempfile import TemporaryDirectory
 
 import pages
 
-pytest.importorskip("mypy", reason="types are checked with the dev extra")
-pytestmark = pytest.mark.slow
 PAGES = [page for page in pages.pages() if page == "README.md" or page.startswith("docs/howto/")]
 PAGES = [page for page in PAGES if pages.python(page)]
 
@@ -72,18 +72,18 @@ qkv.attned  # type: ignore[attr-defined]
 """
 
 
-def test_the_code_of_pages_passes_mypy_and_return_types_follow_the_arguments(tmp_path: Path) -> None:
-    """One module for each page; `WRONG` shows that mypy finds what is wrong."""
-    for page in PAGES:
-        name = "page_" + re.sub(r"\W", "_", page.removesuffix(".md"))
-        (tmp_path / f"{name}.py").write_text("\n\n".join(b.code for b in pages.python(page)) + "\n")
-    (tmp_path / "returns.py").write_text(RETURNS)
-    (tmp_path / "wrong.py").write_text(WRONG)
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", *sorted(map(str, tmp_path.glob("*.py")))],
-        cwd=pages.ROOT, env={"MYPYPATH": f"{pages.ROOT}/src:{pages.ROOT}/lab:{pages.ROOT}"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    errors = [line for line in done.stdout.splitlines() if re.search(r"(page_|returns|wrong)\w*\.py:", line)]
-    assert not errors, "\n".join(errors)
+def main() -> int:
+    """Check one module for each page; `WRONG` shows that mypy finds what is wrong."""
+    with TemporaryDirectory() as folder:
+        modules = {re.sub(r"\W", "_", page.removesuffix(".md")): pages.python(page) for page in PAGES}
+        sources = {f"page_{name}": "\n\n".join(b.code for b in blocks) + "\n" for name, blocks in modules.items()}
+        for name, source in (sources | {"returns": RETURNS, "wrong": WRONG}).items():
+            Path(folder, f"{name}.py").write_text(source)
+        return subprocess.run(
+            [sys.executable, "-m", "mypy", "--strict", *sorted(map(str, Path(folder).glob("*.py")))],
+            cwd=pages.ROOT, env={"MYPYPATH": f"{pages.ROOT}/src:{pages.ROOT}/lab:{pages.ROOT}"}, check=False,
+        ).returncode  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
