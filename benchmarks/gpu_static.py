@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 POINTERS = {
-    "fp32": "lse total_lse received audience pooled norms distances sink found mass prefix largest_norm",
-    "i64": "sums",
+    "fp32": "lse total_lse received audience pooled norms distances sink found mass prefix largest_norm smallest",
+    "i64": "sums argmax",
     "fp64": "totals",
     "i32": "firsts bands ids query_counts key_counts",
     "i8": "counted keys dense band_keys",
@@ -31,7 +31,7 @@ FLOATS = "scale", "unit", "cap"
 EVEN = "d", "dv", *(f"stride_{x}{y}" for x in "qkv" for y in "bhn")  # Triton is told which numbers 16 divides
 OFF: dict[str, Any] = {
     **dict.fromkeys(
-        ("HAS_KEYS", "HAS_IDS", "HAS_DENSE", "HAS_DISTANCE", "HAS_SINK", "HAS_COUNTED", "HAS_NORMS"), False
+        ("HAS_KEYS", "HAS_IDS", "HAS_DENSE", "HAS_DISTANCE", "HAS_SINK", "HAS_COUNTED", "HAS_NORMS", "HAS_LOWS"), False
     ),
     **{
         "HAS_BAND": True,
@@ -48,7 +48,7 @@ OFF: dict[str, Any] = {
 PROFILE = {"HAS_NORMS": True, "PLANES": 9, "POOLED": 2, "POOL_M": 64, "POOL_N": 128, "STEP": 512, "FLUSH": 4}
 EVERY = {
     **dict.fromkeys(("HAS_KEYS", "HAS_IDS", "HAS_DENSE", "HAS_DISTANCE", "HAS_SINK", "HAS_COUNTED", "HAS_NORMS"), True),
-    **{"CAP": 2, "BOTH_SIDES": True, "POOLED": 1, "POOL_M": 64, "POOL_N": 32, "PLANES": 12},
+    **{"CAP": 2, "BOTH_SIDES": True, "HAS_LOWS": True, "POOLED": 1, "POOL_M": 64, "POOL_N": 32, "PLANES": 13},
 }
 
 PIPES = {  # the first pattern that an instruction matches

@@ -15,7 +15,7 @@ from fuzz.parts import Part, Shape
 from fuzz.statistics import Request
 from fuzz.visible import dense
 from qkv import masks
-from qkv.statistics import PrefixSinkScores
+from qkv.statistics import Extremes, PrefixSinkScores
 
 DTYPES = {torch.float64: 3.0, torch.float32: 5.0, torch.bfloat16: 2.0}
 HUGE = 1e4
@@ -235,4 +235,6 @@ def _random_request(draw: Draw, shape: Shape) -> tuple[Request, dict[str, Any], 
         inner = _masked(inner)
         named["mass"] = {"inner": inner}
         mass = {"inner": dense(inner, shape.b, shape.h, shape.nq, shape.nk)}
+    if draw.chance(0.3):
+        named["statistics"] = [*named.get("statistics", ()), Extremes()]
     return Request(first, named.get("queries"), prefix, named.get("bins"), mass), named, text

@@ -140,7 +140,10 @@ def _measure(made: Case, expected: Expected, report: Report) -> None:
             values |= {f"measure {one.name} {name}": x for name, x in value.items()}
     missing = {name for name in expected.values if name.startswith("measure ")} ^ set(values)
     if got.max_logit is None and expected.exact.normalizer.divide == "sum":
-        missing -= {"measure max_logit"}  # weights by way of their logarithms
+        missing -= {f"measure {name}" for name in ("max_logit", "min_logit", "argmax")}  # weights by their logarithms
+    if got.argmax is not None and got.max_logit is not None:
+        score = expected.exact.found.final.detach().gather(-1, got.argmax.clamp(min=0)[..., None])[..., 0]
+        values["measure argmax"] = score.masked_fill(got.argmax < 0, -torch.inf).to(got.max_logit.dtype)
     if missing:
         report.mismatches.append(Mismatch("measure", "statistics", f"missing or not requested: {sorted(missing)}"))
     _compare({name: x for name, x in values.items() if name not in missing}, expected, "measure", report)

@@ -20,6 +20,7 @@ from fuzz.rounding import EXACT, Random, Rounding, Sizes
 from fuzz.statistics import COUNTS, OF_COLUMNS, OF_SHAPE, statistics
 from qkv import normalizers
 from qkv.native import binding
+from qkv.statistics import Extremes
 
 SAMPLES = 3
 MORE_SAMPLES = 24
@@ -131,10 +132,13 @@ class Expected:
             values |= {f"measure {name}": x for name, x in made.items()}
             if "lse" in values:
                 values["measure lse"] = values["lse"]
-            largest, counted = found.final.detach().amax(-1), case.request.queries
-            values["measure max_logit"] = (
-                largest if counted is None else largest.masked_fill(~counted[:, None], -torch.inf)
-            )
+            final, counted = found.final.detach(), case.request.queries
+            if counted is not None:
+                final = final.masked_fill(~counted[:, None, :, None], -torch.inf)
+            values["measure max_logit"] = final.amax(-1)
+            if any(isinstance(x, Extremes) for x in case.named.get("statistics", ())):
+                values["measure min_logit"] = final.masked_fill(final == -torch.inf, torch.inf).amin(-1)
+                values["measure argmax"] = final.amax(-1)  # by its score: rounding decides between almost equal ones
         return values
 
     def _add_changes(self, kernel: str, samples: list[tuple[Run, Rounding]]) -> None:

@@ -106,7 +106,7 @@ def attend(
             are those before dropout. If gradients are wanted, they carry them as with ``measure(differentiable=True)``;
             under transforms of torch.func, and for `Hard`, they are detached. If the weights are wanted, or a kernel is
             requested by name, they take another pass. `measure` has the options: masses, padded queries, thumbnails,
-            own statistics.
+            the smallest scores and the keys of the largest, own statistics.
         **torch_names: torch's arguments: `attn_mask`, boolean as `mask` or numbers that are added to the scores;
             `is_causal`, a causal mask whose *first* query is aligned with the first key, combined with `mask` by AND
             (``mask=Causal()`` is the same with nq = nk); `scale`, for ``score=Dot(scale)``. And `blocked`, a boolean

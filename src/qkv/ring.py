@@ -20,7 +20,7 @@ from qkv.kernels import opaque, serve_shared, serving
 from qkv.masks import Mask
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
-from qkv.statistics.base import PrefixSinkScores
+from qkv.statistics.base import Extremes, PrefixSinkScores
 from qkv.statistics.measure import sweep
 from qkv.statistics.result import Statistics
 
@@ -112,7 +112,7 @@ def measure(
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
-    statistics: Sequence[PrefixSinkScores] = (),
+    statistics: Sequence[PrefixSinkScores | Extremes] = (),
 ) -> Statistics:
     """Return `qkv.measure` over the whole sequence, of which each process of the group holds a shard.
 
@@ -127,7 +127,8 @@ def measure(
         mass: masks by name, of the whole sequence, as in `qkv.measure`.
         first: the first key of the text in the whole sequence.
         queries: which queries of this process count.
-        statistics: ``[PrefixSinkScores(length)]``, whose result covers the whole sequence on every process.
+        statistics: ``[PrefixSinkScores(length)]``, whose result covers the whole sequence on every process,
+            and `Extremes()`, whose keys are numbered over the whole sequence.
 
     Returns:
         The statistics of this process's queries and keys.

@@ -35,6 +35,7 @@ def test_kernels_fit_on_a_card_and_keep_their_budget() -> None:
     """In another process, because Triton reads when it is imported whether its interpreter runs the kernels."""
     every = {"HAS_KEYS": True, "HAS_SINK": True, "HAS_COUNTED": True, "HAS_DISTANCE": True, "CAP": 2, "PLANES": 9}
     cases = {"statistics": ("statistics", {}), "by_row": ("by_row", every), "masses": ("masses", every)}
+    cases["extremes"] = ("extremes", every | {"LOW": 6})
     done = subprocess.run(
         [sys.executable, "-c", CODE], input=json.dumps(cases), capture_output=True, text=True, check=False,
         env={**os.environ, "TRITON_INTERPRET": "0"},

@@ -20,7 +20,7 @@ from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Mask, Padding, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
-from qkv.statistics import BUILT_IN, Local, Mass, PrefixSinkScores, Streaming, measure_weights
+from qkv.statistics import BUILT_IN, Extremes, Local, Mass, PrefixSinkScores, Streaming, measure_weights
 from qkv.statistics.gradients import DIFFERENTIABLE
 from qkv.statistics.measure import Statistics
 from qkv.statistics.result import Thumbnail, field_of
@@ -28,6 +28,7 @@ from qkv.statistics.result import Thumbnail, field_of
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
 TESTED_SEPARATELY = {
     "mass", "own", "sink_mass", "visible", "visible_queries", "prefix_sink_scores", "thumbnail", "first_contribution",
+    "min_logit", "argmax",
 }  # fmt: skip
 TENSORS = [f.name for f in dataclasses.fields(Statistics) if f.name not in TESTED_SEPARATELY]
 
@@ -366,24 +367,63 @@ def test_measure_agrees_with_the_statistic_objects(nq: int, nk: int, mask: Mask 
     normalizers.Softmax(sink=1e31),  # beside it all weights are 0
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_largest_score_of_each_query(normalizer: Any, dtype: torch.dtype) -> None:
+def test_the_extreme_scores_of_each_query(normalizer: Any, dtype: torch.dtype) -> None:
     q, k = (x.to(dtype) for x in triple(nq=11, nk=13)[:2])
     counted = torch.arange(11).expand(2, -1) != 4
     mask, bias = Causal() & ~masks.Prefix(3), biases.ALiBi(torch.rand(q.shape[1]).to(q))
-    found = qkv.measure(q, k, mask=mask, bias=bias, normalizer=normalizer, queries=counted).max_logit
+    found = qkv.measure(q, k, mask=mask, bias=bias, normalizer=normalizer, queries=counted, statistics=[Extremes()])
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[3] ** 0.5
     distance = (torch.arange(11)[:, None] + 2 - torch.arange(13)).to(q)
     scores = (scores - bias.slopes.to(q)[:, None, None] * distance) / normalizer.temperature
     scores = scores.masked_fill(~(mask.dense(11, 13) & counted[:, None, :, None]), -torch.inf)
     if normalizer.divide == "sum" and isinstance(normalizer, normalizers.Sigmoid):
-        assert found is None  # its weights are the softmax of their logarithms
+        assert found.max_logit is found.min_logit is found.argmax is None  # its weights are the softmax of logarithms
     else:
-        close(found, scores.amax(-1))
+        extremes_equal(found, scores)
+
+
+def extremes_equal(found: Statistics, scores: Tensor, *, eps: float = 64) -> None:
+    """Compare with final scores, −∞ where masked; of equal scores, the first has to be found."""
+    empty = scores.amax(-1) == -torch.inf
+    close(found.max_logit, scores.amax(-1), eps=eps)
+    close(found.min_logit, scores.masked_fill(scores == -torch.inf, torch.inf).amin(-1), eps=eps)
+    first = (scores >= scores.amax(-1, keepdim=True) - 1e-5).int().argmax(-1)  # rounding of equal scores may differ
+    assert torch.equal(found.argmax, first.masked_fill(empty, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [
+    None, Causal(), Window(5), Padding([900, 400]), Dense(rand(2, 1, 70, 1300)[..., :1300] < -0.3),
+], ids=["full", "causal", "window", "padding", "dense"])  # fmt: skip
+@pytest.mark.parametrize("step", ["product", "cap", "bias"])
+def test_the_first_of_equal_largest_scores_in_many_tiles(step: str, mask: Mask | None, dtype: torch.dtype) -> None:
+    """Keys repeat, so each largest score occurs twice; NaN in keys that nobody sees; decoding and blocks of queries."""
+    q, k = rand(2, 4, 70, 16).to(dtype), rand(2, 2, 650, 16, seed=1).to(dtype).repeat(1, 1, 2, 1)
+    table = rand(1, 1, 70, 650, seed=2).float().repeat(1, 1, 1, 2)
+    table[..., ::7] = -torch.inf
+    bias = {"product": None, "cap": biases.SoftCap(2.0), "bias": biases.TensorBias(table)}[step]
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT / 4
+    scores = 2 * (scores / 2).tanh() if step == "cap" else scores + table if step == "bias" else scores
+    if mask is not None:
+        scores = scores.masked_fill(~mask.dense(70, 1300, batch=2, heads=4), -torch.inf)
+    if isinstance(mask, Padding):
+        k[1, :, 400:] = torch.nan
+    for some in (slice(None), slice(68, 70)):
+        part = mask.dense(70, 1300, batch=2)[:, :, some] if isinstance(mask, Dense) else mask
+        of_bias = biases.TensorBias(table[:, :, some]) if step == "bias" else bias
+        found = qkv.measure(q[:, :, some], k, mask=part, bias=of_bias, statistics=[Extremes()])
+        extremes_equal(found, scores[:, :, some], eps=2**10)
+
+
+def test_the_argmax_is_the_choice_of_hard_attention() -> None:
+    q, k, _ = triple(nq=40, nk=70)
+    found = qkv.measure(q, k, mask=Causal(), bias=biases.ALiBi(), statistics=[Extremes()])
+    assert torch.equal(found.argmax, qkv.choose_keys(q, k, mask=Causal(), bias=biases.ALiBi(), sample=False).index)
 
 
 # --- of weights -------------------------------------------------------------------------------------------------------
 
-UNKNOWN = {"lse", "max_logit", "sink_mass"}  # weights alone do not determine them
+UNKNOWN = {"lse", "max_logit", "min_logit", "argmax", "sink_mass"}  # weights alone do not determine them
 
 
 def same(found: Any, expected: Any) -> None:

@@ -18,6 +18,7 @@ from qkv._contract import learned_tensors
 from qkv.masks import Causal, Mask, Padding, Window
 from qkv.normalizers import Pointwise, Softmax, SumToOne
 from qkv.scores import Additive
+from qkv.statistics import Extremes
 from qkv.statistics.gradients import DIFFERENTIABLE
 from qkv.statistics.measure import Statistics
 
@@ -71,7 +72,14 @@ def agree(q: Tensor, k: Tensor, learned: list[Tensor], **arguments: Any) -> None
         want["lse"] = qkv.attend(q, k, k, kernel="eager", return_lse=True, **arguments)[1]
     if isinstance(normalizer, SumToOne) and (normalizer.sink is not None or normalizer.key is not None):
         want["sink_mass"] = 1 - weights.sum(-1)
-    got = of(measure(q, k, mass=PARTS, differentiable=True, **arguments))
+    measured = measure(q, k, mass=PARTS, differentiable=True, **arguments)
+    if measured.max_logit is not None:  # a score is the log-sum-exp over its key alone
+        key = measure(q, k, statistics=[Extremes()], **arguments).argmax
+        first = k.shape[2] - q.shape[2]
+        alone = masks.Predicate(lambda b, h, q, k: key[b, h, q - first] == k)
+        only = arguments | {"mask": alone, "normalizer": Softmax(normalizer.temperature)}
+        want["max_logit"] = qkv.attend(q, k, k, kernel="eager", return_lse=True, **only)[1]
+    got = of(measured)
     assert sorted(got) == sorted(want)
     for name, x in got.items():
         close(x, want[name], eps=2**12, dtype=torch.float64)

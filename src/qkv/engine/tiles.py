@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -180,8 +180,6 @@ class Tile:
         self.region = Region(rows, columns, batch, heads, call.grid.offset, call.q.device)
         self.space: Tensor | None = None
         """Memory for the products of queries and keys."""
-        self.top: Tensor | None = None
-        """The largest score of each query (b, h, q), −inf for none, known after its weights."""
 
     def part(self, name: str) -> Tensor | None:
         """Return what the tile needs of a tensor of the call (b, h, n, …); dimensions of size 1 broadcast."""
@@ -346,14 +344,16 @@ class Tile:
         folded = weights.reshape(len(self.v), -1, weights.shape[3])
         return torch.bmm(folded, self.v).view(*weights.shape[:3], -1)
 
-    def weights(self, rows: RowState, queries: Bool[Tensor, "b nq"] | None = None) -> tuple[Scores, Scores | None]:
+    def weights(
+        self, rows: RowState, queries: Bool[Tensor, "b nq"] | None = None, extremes: Extremes | None = None
+    ) -> tuple[Scores, Scores | None]:
         """Return final weights, given the state of all rows; and log2 of them for softmax, else None.
 
-        Queries that are not True in `queries` have weights of 0.
+        Queries that are not True in `queries` have weights of 0. The scores are added to `extremes`.
         """
         masked = self.masked_for(queries)
         if not self.call.normalizer.has_lse:
-            return self._weights_by_definition(rows, masked), None
+            return self._weights_by_definition(rows, masked, extremes), None
         assert rows.level is not None
         level = rows.level[self.at][..., None]
         # exp(score − ∞) = 0 gives fully masked queries zero weights. (Finite, because 0 · ∞ is NaN.)
@@ -364,22 +364,23 @@ class Tile:
             log2 = torch.baddbmm(level.reshape(len(q), -1, 1), q, k, beta=-LOG2_E, alpha=LOG2_E).view(self.shape)
             if masked is not None:
                 log2.masked_fill_(masked, MASKED_SCORE)
-            top = log2.amax(-1)
-            self.top = (level[..., 0] + top / LOG2_E).masked_fill(top <= MASKED_SCORE / 2, -torch.inf)
+            if extremes is not None:
+                extremes.add(self, log2, 1 / LOG2_E, level[..., 0])
         else:  # the level may be far above all scores if a sink is in it
             scores = self.scores()
             if masked is not None:
                 scores.masked_fill_(masked, -torch.inf)
-            self.top = scores.amax(-1)
+            if extremes is not None:
+                extremes.add(self, scores)
             log2 = scores.sub_(level).mul_(LOG2_E).clamp_(min=MASKED_SCORE)  # a bias may also mask pairs, with −inf
         return torch.exp2(log2), log2
 
-    def _weights_by_definition(self, rows: RowState, masked: Tensor | None) -> Scores:
+    def _weights_by_definition(self, rows: RowState, masked: Tensor | None, extremes: Extremes | None) -> Scores:
         """Return the final weights of any normalizer, by its definition."""
         call, normalizer, scores = self.call, self.call.normalizer, self.masked_scores()
-        self.top, shift = scores.amax(-1), self.part("shift")
-        if shift is not None:
-            self.top -= shift
+        if extremes is not None:
+            shift = self.part("shift")
+            extremes.add(self, scores, 1.0, 0.0 if shift is None else -shift)
         if rows.chosen is not None:
             keys = call.grid.columns(self.columns.start, self.columns.stop)
             weights = (keys == rows.chosen[self.at][..., None]).to(self.dtype)
@@ -393,6 +394,46 @@ class Tile:
             for by in (None if rows.total is None else rows.total[self.at], self.part("divisor")):
                 weights = weights if by is None else weights / by[..., None]
         return weights if masked is None else weights.masked_fill(masked, 0)
+
+
+@dataclass(eq=False)
+class Extremes:
+    """The largest score of each query (b, h, nq); and the smallest, and the first key with the largest, if wanted.
+
+    Masked pairs do not count, also those that a bias of −∞ masks. Without others, the scores are −∞ and ∞, and the key
+    is −1.
+    """
+
+    largest: PerRow
+    smallest: PerRow | None
+    key: Int[Tensor, "b h q"] | None
+    corner: int = 0
+    """The number of the first key of the call."""
+
+    @classmethod
+    def of(cls, call: Call, *, whole: bool) -> Extremes:
+        """Return those of no scores."""
+        largest = call.q.new_full(call.q.shape[:3], -torch.inf, dtype=at_least_float32(call.q.dtype))
+        return cls(largest, *((-largest, torch.full_like(largest, -1, dtype=torch.long)) if whole else (None, None)))
+
+    def part(self, rows: slice, corner: int) -> Extremes:
+        """Return those of some queries, as views, for keys from `corner` on."""
+        smallest, key = (None if x is None else x[:, :, rows] for x in (self.smallest, self.key))
+        return Extremes(self.largest[:, :, rows], smallest, key, corner)
+
+    def add(self, tile: Tile, x: Scores, factor: float = 1.0, more: Tensor | float = 0.0) -> None:
+        """Add the scores `factor` · x + `more` of a tile; x is −1e30 or −∞ at masked pairs."""
+        at = tile.at
+        top, key = (x.amax(-1), None) if self.key is None else x.max(-1)
+        largest = (top * factor + more).masked_fill(top <= MASKED_SCORE / 2, -torch.inf)
+        if self.key is not None and key is not None:
+            key, before = key + (tile.columns.start + self.corner), self.largest[at]
+            better = (largest > before) | ((largest == before) & (key < self.key[at]))
+            self.key[at] = torch.where(better, key, self.key[at])
+        if self.smallest is not None:
+            visible = x.masked_fill(x <= MASKED_SCORE / 2, torch.inf)
+            self.smallest[at] = torch.minimum(self.smallest[at], visible.amin(-1) * factor + more)
+        self.largest[at] = torch.maximum(self.largest[at], largest)
 
 
 def multiplied(a: Tensor, b: Tensor, space: Tensor | None) -> Tensor:

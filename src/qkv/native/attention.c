@@ -60,6 +60,8 @@ typedef struct {
     Number *out;                 /* (b, h, nq, dv) or NULL */
     float *lse;                  /* (b, h, nq): log-sum-exp, level of entmax, or the sum that weights are divided by */
     float *rows;                 /* (STATISTICS + n_ranges, b, h, nq), or NULL: no statistics */
+    float *min_logit;            /* (b, h, nq): the smallest score, or infinity; or NULL */
+    int64_t *argmax;             /* (b, h, nq): the first key with the largest score, or -1; NULL if min_logit is */
     float *received;             /* (b, h, nk) */
     float *prefix;               /* (2, b, h, n_prefix): for each of the first keys of the text, the weights that as many
                                   * first queries put on it, and how many of these see it */
@@ -68,8 +70,10 @@ typedef struct {
 } Call;
 
 /* Sums over a row's weights w, before any division: w, w log2 w, w^2, w (key - query), w |key - query|, and
- * w (key - center)^2; the largest score; and whether the row has seen a key. */
-typedef struct { double total, bits, squares, place, distance, spread; float offset, top; int seen; } Row;
+ * w (key - center)^2; the largest and the smallest score, and the first key with the largest; and whether the row has seen
+ * a key. */
+typedef struct { double total, bits, squares, place, distance, spread; float offset, top, low; int32_t key, seen; } Row;
+#define NO_ROW .top = LOWEST, .low = -LOWEST, .key = -1
 
 /* Keys [start, end), whole cells, that are a tile of a block of queries; and where in p its weights are. */
 typedef struct { int64_t start, end, at; } Run;
@@ -97,6 +101,8 @@ typedef struct {           /* what one thread works with */
     Row row[BLOCK];
     int64_t lo[BLOCK], hi[BLOCK]; /* visible keys */
     float weight[BLOCK], center[BLOCK];
+    vf low[BLOCK];         /* the smallest score of each row by lane, before all are multiplied by `rest` */
+    float rest;
     int infinite;          /* whether a score, an output or a contribution was infinite or NaN */
 } Space;
 
@@ -223,16 +229,31 @@ static void mask(const Call *c, const Space *s, float *p, int64_t panels, int64_
     }
 }
 
-/* The largest score of each row of a strip by lane, not below `lowest`. */
-static void find_tops(const float *p, int64_t panels, float lowest, vf top[RS]) {
+/* The largest score of each row of a strip by lane, not below `lowest`; the smallest that is above it is added to `low`. */
+static void find_extremes_of(const float *p, int64_t panels, float lowest, vf top[RS], vf *low) {
     for (int m = 0; m < RS; m += GROUP) {
-        vf t[GROUP];
-        UNROLL for (int r = 0; r < GROUP; r++) t[r] = (vf){0} + lowest;
+        vf t[GROUP], u[GROUP];
+        UNROLL for (int r = 0; r < GROUP; r++) t[r] = (vf){0} + lowest, u[r] = low ? low[m + r] : t[r];
         for (int64_t panel = 0; panel < panels; panel++)
-            UNROLL for (int r = 0; r < GROUP; r++) UNROLL for (int v = 0; v < NV; v++)
-                t[r] = maximum(load(p + (panel * RS + m + r) * PW + v * VL), t[r]);
+            UNROLL for (int r = 0; r < GROUP; r++) UNROLL for (int v = 0; v < NV; v++) {
+                const vf x = load(p + (panel * RS + m + r) * PW + v * VL);
+                t[r] = maximum(x, t[r]);
+                if (low) u[r] = minimum((vf)((vi)x | (x < lowest / 2)), u[r]); /* a masked score becomes NaN */
+            }
         UNROLL for (int r = 0; r < GROUP; r++) top[m + r] = t[r];
+        UNROLL for (int r = 0; r < GROUP && low; r++) low[m + r] = u[r];
     }
+}
+
+/* The place of the first score of a row that equals its largest, in some panels. */
+static int32_t place_of(const float *p, int64_t panels, float top) {
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int v = 0; v < NV; v++) {
+            const vi here = load(p + panel * RS * PW + v * VL) == top;
+            if (!any(here)) continue;
+            for (int i = 0; i < VL; i++) if (here[i]) return (int32_t)(panel * PW + v * VL + i);
+        }
+    return -1;
 }
 
 /* ---- A block of queries ----------------------------------------------------------------------------------------- */
@@ -244,10 +265,10 @@ static int strip_sees(const Call *c, const Space *s, int64_t strip, int64_t cell
     return bits != 0;
 }
 
-/* Scores of a strip in a run, with biases and mask, and the largest of each row; `span` gets the panels that they are in.
- * Returns by what all of these are still to be multiplied. */
-static float strip_scores(const Call *c, const Space *s, float *p, const Run *run, int16_t span[2], int64_t strip,
-                         int64_t batch, int64_t head, int64_t query, vf top[RS]) {
+/* Scores of a strip in a run, with biases and mask, and the largest of each row; the smallest are added to `low` unless it is
+ * NULL; `span` gets the panels that they are in. Returns by what all of these are still to be multiplied. */
+static float strip_scores(const Call *c, Space *s, float *p, const Run *run, int16_t span[2], int64_t strip,
+                         int64_t batch, int64_t head, int64_t query, vf top[RS], vf *low) {
     const int64_t *lo = s->lo + strip * RS, *hi = s->hi + strip * RS;
     int64_t from = INT64_MAX, to = 0, every_from = 0, every_to = INT64_MAX;
     for (int r = 0; r < RS; r++) {
@@ -271,19 +292,21 @@ static float strip_scores(const Call *c, const Space *s, float *p, const Run *ru
         cut |= (s->kept && s->padded[cell]) || (s->cells && s->cells[cell] != 1);
     for (int r = 0; r < RS; r++) top[r] = (vf){0} + lowest;
     p += span[0] * RS * PW;
-    scores(s->q + strip * query_size(c->d), s->k + first / PW * key_size(c->d), panels, c->d, p, top);
+    /* panels [0, a) and [b, panels) are cut by an edge of the band */
+    int64_t a = min64(panels, (max64(every_from - first, 0) + PW - 1) / PW), b = max64(a, min64(panels, (every_to - first) / PW));
+    if (cut || c->n_biases) a = b = panels;
+    const int again = a > 0 || b < panels || (SCALED_LATER && !later);
+    scores(s->q + strip * query_size(c->d), s->k + first / PW * key_size(c->d), panels, c->d, p, top, again ? NULL : low);
     if (SCALED_LATER && !later)
         for (int64_t i = 0; i < panels * RS * PW; i += VL) *(vf *)(p + i) *= scale;
     if (c->n_biases) {
         const int64_t i = query + strip * RS;
         add_biases(c, s, p, panels, first, batch, head, i, min64(RS, c->nq - i));
     }
-    /* panels [0, a) and [b, panels) are cut by an edge of the band */
-    int64_t a = min64(panels, (max64(every_from - first, 0) + PW - 1) / PW), b = max64(a, min64(panels, (every_to - first) / PW));
-    if (cut || c->n_biases) a = b = panels;
     if (a > 0) mask(c, s, p, a, first, strip, lowest);
     if (b < panels) mask(c, s, p + b * RS * PW, panels - b, first + b * PW, strip, lowest);
-    if (a > 0 || b < panels || (SCALED_LATER && !later)) find_tops(p, panels, lowest, top);
+    if (again) find_extremes_of(p, panels, lowest, top, low);
+    s->rest = rest;
     return rest;
 }
 
@@ -295,12 +318,17 @@ static void strip_tops(const Call *c, Space *s, float *p, int64_t slot, int64_t 
                        int64_t query) {
     int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
     vf top[RS];
-    const float scale = strip_scores(c, s, p, s->runs + slot, span, strip, batch, head, query, top);
+    const float scale = strip_scores(c, s, p, s->runs + slot, span, strip, batch, head, query, top,
+                                     c->min_logit ? s->low + strip * RS : NULL);
+    const int64_t panels = span[1] - span[0], first = s->runs[slot].start + span[0] * PW;
     for (int64_t i = span[0] * RS * PW; SCALED_LATER && i < span[1] * RS * PW; i += VL) *(vf *)(p + i) *= scale;
     for (int r = 0; r < RS && span[0] < span[1]; r++) {
         Row *row = s->row + strip * RS + r;
         const float m = highest(top[r]) * scale;
-        if (m > row->top) row->top = m;
+        if (m > row->top) {
+            row->top = m;
+            if (c->min_logit) row->key = (int32_t)first + place_of(p + (span[0] * RS + r) * PW, panels, m);
+        }
     }
 }
 
@@ -314,7 +342,8 @@ static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t 
     int16_t *span = s->spans + (slot * STRIPS + strip) * 2;
     vf top[RS], sums[4];
     float *x = SEPARATE_SCORES && c->rows && !known ? s->scores : p;
-    const float scale = known ? 1 : strip_scores(c, s, x, s->runs + slot, span, strip, batch, head, query, top);
+    const float scale = known ? 1 : strip_scores(c, s, x, s->runs + slot, span, strip, batch, head, query, top,
+                                                    c->min_logit ? s->low + strip * RS : NULL);
     if (span[0] >= span[1]) return;
     const int64_t panels = span[1] - span[0], first = start + span[0] * PW, last = first + panels * PW;
     p += span[0] * RS * PW, x += span[0] * RS * PW;
@@ -334,7 +363,10 @@ static void strip_tile(const Call *c, Space *s, float *p, int64_t slot, int64_t 
             if (c->out) for (int64_t i = 0; i < width; i++) o[r * width + i] *= (float)factor;
             row->offset = m, row->seen = 1;
         }
-        if (m > row->top) row->top = m;
+        if (m > row->top) {
+            row->top = m;
+            if (c->min_logit) row->key = (int32_t)first + place_of(x + r * PW, panels, highest(top[r]));
+        }
         s->offset[slot * BLOCK + strip * RS + r] = row->offset;
         if (!c->rows) {
             weigh(x + r * PW, p + r * PW, panels, c->power, scale, row->offset, 0, r, factors, sums);
@@ -563,6 +595,15 @@ static int is_finite(const Row *row, int sees) {
     return row->seen ? row->top < LARGEST && fabs(row->total) <= DBL_MAX : !sees;
 }
 
+/* Write the largest score of a row, and its key and the smallest score if they are wanted. */
+static void put_extremes(const Call *c, const Row *row, int64_t at) {
+    const int sees = row->seen && row->top > LOWEST / 2;
+    c->rows[MAX_LOGIT * c->b * c->h * c->nq + at] = sees ? (float)(row->top * M_LN2) : -INFINITY;
+    if (!c->min_logit) return;
+    c->min_logit[at] = sees ? (float)(row->low * M_LN2) : INFINITY;
+    c->argmax[at] = sees ? row->key : -1;
+}
+
 /* The scores of row r of a block in a run, from its first panel on. */
 INLINE float *scores_of_row(const Space *s, int64_t slot, int64_t r) {
     const Run *run = s->runs + slot;
@@ -627,7 +668,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         if (lo >= hi) lo = hi = 0;
         else from = min64(from, lo), to = max64(to, hi);
         s->lo[r] = lo, s->hi[r] = hi;
-        s->row[r] = (Row){.top = LOWEST};
+        s->row[r] = (Row){NO_ROW}, s->low[r] = (vf){0} - LOWEST;
         if (c->shift && r < n) s->row[r].offset = -of_query(c->shift, c->hs, batch, head, query + r) * (float)M_LOG2E;
     }
     s->cells = c->cells ? c->cells + batch * c->cs[0] + head * c->cs[1] + query / BLOCK * ((c->nk + CELL - 1) / CELL) : NULL;
@@ -647,6 +688,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         if (!pass) find_levels(c, s, n, batch, head, query);
     }
     finish_output(&s->late), s->late.o = NULL;
+    for (int64_t r = 0; r < n && c->min_logit; r++) s->row[r].low = lowest_of(s->low[r]) * s->rest;
     const int64_t base = (batch * c->h + head) * c->nq + query, all = c->b * c->h * c->nq;
     for (int64_t r = 0; r < n; r++) {
         Row *row = s->row + r;
@@ -725,7 +767,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         Row *row = s->row + r;
         float *to_row = c->rows + base + r, weight = s->weight[r];
         const int64_t position = query + r + shift;
-        to_row[MAX_LOGIT * all] = row->seen && row->top > LOWEST / 2 ? (float)(row->top * M_LN2) : -INFINITY;
+        put_extremes(c, row, base + r);
         if (c->n_prefix && (!c->counted || c->counted[batch * c->nq + query + r])) add_prefix(c, s, r, batch, position);
         if (!row->seen || row->total * weight == 0) { /* nothing has weight, the query is left out, or a sink takes all */
             for (int64_t i = 0; i < STATISTICS + c->n_ranges; i++) if (i != MAX_LOGIT) to_row[i * all] = 0;
@@ -885,7 +927,7 @@ int qkv_attend(const Call *c) {
         s->v = alone ? take(&mine, v_size) : shared_v;
         s->kept = !c->keep ? NULL : alone ? take(&mine, kept * 4) : shared_kept;
         s->padded = c->keep ? s->kept + nkp : NULL;
-        s->infinite = 0, s->slopes = NULL, s->late = (Late){0}, s->buffer = 0;
+        s->infinite = 0, s->rest = 1, s->slopes = NULL, s->late = (Late){0}, s->buffer = 0;
         begin_products();
         for (int64_t unit = 0; ; unit++) {
             if (alone) unit = __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);

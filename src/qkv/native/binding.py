@@ -63,7 +63,7 @@ class Arguments(ctypes.Structure):
         ("normalizer", I64), ("power", ctypes.c_float), ("by_sum", ctypes.c_int32), ("shift", P), ("hs", I64 * 3),
         ("divisor", P), ("ds", I64 * 3),
         ("norms", P), ("ns", I64 * 2), ("ranges", P), ("n_ranges", I64), ("range_batch", I64),
-        *((name, P) for name in ("out", "lse", "rows", "received", "prefix", "map")),
+        *((name, P) for name in ("out", "lse", "rows", "min_logit", "argmax", "received", "prefix", "map")),
         *((name, I64) for name in ("n_prefix", "bin_q", "bin_k")),
     )  # fmt: skip
 
@@ -81,7 +81,8 @@ class Gradients(ctypes.Structure):
         ("call", Arguments), ("grad_out", P), ("gs", I64 * 3),
         *((f"grad_{name}", P) for name in ("lse", "entropy", "effective", "distance", "received", "masses")),
         *((name, P) for name in ("entropy", "effective", "distance", "masses", "mass")), ("biases", P),
-        ("in_order", I64), *((name, P) for name in ("dq", "dk", "dv", "dsinks", "dshift", "grad_sinks")),
+        ("in_order", I64), *((name, P) for name in ("dq", "dk", "dv", "dsinks", "dshift")),
+        *((name, P) for name in ("grad_sinks", "grad_max_logit", "argmax")),
     )  # fmt: skip
 
 
@@ -482,6 +483,11 @@ def attend_and_measure(
         arguments.with_tensors(norms=norms, ns=norms.stride()[:2])
     if queries is not None:
         arguments.with_tensors(counted=queries.contiguous())
+    extremes = dict[str, Tensor]()
+    if request.extremes:
+        extremes["min_logit"] = empty(b, h, n_queries)
+        extremes["argmax"] = torch.empty(b, h, n_queries, dtype=torch.long, device=CPU)
+        arguments.with_tensors(**extremes)
     measurement = measured(arguments, output=output, firsts=request.firsts)
     if measurement is None:
         return None
@@ -490,6 +496,8 @@ def attend_and_measure(
     assert lse is not None
     if call.normalizer.has_lse and not call.user.normalizer.has_lse:
         more["max_logit"] = None  # the scores are logarithms of pointwise weights
+    else:
+        more |= extremes
     if request.value_norms is not None:
         more["first_contribution"] = statistics._view("first_contribution")
     if spans:

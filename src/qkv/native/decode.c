@@ -183,8 +183,11 @@ static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t batch, 
     }
     if (u->kept || u->cells[r] || c->n_biases || u->lo[r] > from || u->hi[r] < up(to, VL))
         mask_row(c, u, r, p, from, to);
-    vf top = (vf){0} + LOWEST;
-    for (int64_t j = from; j < to; j += VL) top = maximum(load(p + j - from), top);
+    vf top = (vf){0} + LOWEST, low = -top;
+    for (int64_t j = from; j < to; j += VL) {
+        const vf x = load(p + j - from);
+        top = maximum(x, top), low = minimum((vf)((vi)x | (x < LOWEST / 2)), low);
+    }
     const float m = highest(top);
     float factor = 1;
     if (c->normalizer != SOFTMAX) row->seen |= m > LOWEST / 2;
@@ -194,7 +197,11 @@ static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t batch, 
         row->total *= by, row->squares *= by * by, row->place *= by, row->distance *= by;
         row->offset = m, row->seen = 1, factor = (float)by;
     }
-    if (m > row->top) row->top = m;
+    if (m > row->top) {
+        row->top = m;
+        if (c->min_logit) for (row->key = (int32_t)from; p[row->key - from] != m; row->key++);
+    }
+    row->low = fminf(row->low, lowest_of(low));
     *offset = row->offset;
     WEIGH_ROWS[c->normalizer](p, to - from, row, (float)(from - position));
     return factor;
@@ -205,7 +212,7 @@ static void attend_tiles(const Call *c, const Keys *u, int64_t batch, int64_t he
                          int64_t tile1) {
     const int64_t dvp = up(c->dv, VL), tiles = up(c->nk, TILE) / TILE;
     for (int64_t r = 0; r < u->rows; r++) {
-        rows[r] = (Row){.top = LOWEST};
+        rows[r] = (Row){NO_ROW};
         if (c->shift) rows[r].offset = -of_query(c->shift, c->hs, batch, head + r / c->nq, r % c->nq) * (float)M_LOG2E;
     }
     if (c->out) memset(o, 0, (size_t)(u->rows * dvp) * sizeof(float));
@@ -228,7 +235,7 @@ static int combine(const Call *c, const Keys *u, int64_t batch, int64_t head, Ro
     const int64_t dvp = up(c->dv, VL), base = (batch * c->h + head) * c->nq;
     int finite = 1;
     for (int64_t r = 0; r < u->rows; r++) {
-        Row all = {.top = LOWEST, .offset = LOWEST};
+        Row all = {NO_ROW, .offset = LOWEST};
         double factor[MOST_THREADS];
         for (int64_t t = 0; t < team; t++)
             if (rows[t][r].seen) all.seen = 1, all.offset = fmaxf(all.offset, rows[t][r].offset);
@@ -238,7 +245,8 @@ static int combine(const Call *c, const Keys *u, int64_t batch, int64_t head, Ro
             if (!one->seen) continue;
             all.total += by * one->total, all.bits += by * (one->bits + below * one->total);
             all.squares += by * by * one->squares, all.place += by * one->place, all.distance += by * one->distance;
-            all.top = fmaxf(all.top, one->top);
+            if (one->top > all.top) all.top = one->top, all.key = one->key; /* the parts of the threads are in order */
+            all.low = fminf(all.low, one->low);
         }
         int64_t first = u->lo[r];
         while (!all.seen && first < u->hi[r] && !row_sees(c, u, r, first)) first++;
@@ -322,7 +330,7 @@ static int finish_head(const Call *c, const Keys *u, int64_t batch, int64_t head
         const Row *row = u->row + r;
         float *to_row = c->rows + bh * c->nq + i, weight = u->weight[r];
         const int none = !row->seen || row->total * weight == 0, counts = !c->counted || c->counted[batch * c->nq + i];
-        to_row[MAX_LOGIT * all] = row->seen && row->top > LOWEST / 2 ? (float)(row->top * M_LN2) : -INFINITY;
+        put_extremes(c, row, bh * c->nq + i);
         if (counts && position >= first && position < first + c->n_prefix)
             for (int64_t j = max64(first, lo); j < min64(first + c->n_prefix, hi); j++) {
                 if (!none) prefix[j - first] += *weights_of(u, r, j);

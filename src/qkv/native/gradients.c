@@ -46,6 +46,8 @@ typedef struct {
     float *dsinks;             /* (b, h, nq): gradient of the sink by query, or NULL */
     float *dshift;             /* (b, h, nq): gradient of what is added to the scores of a query, or NULL */
     const float *grad_sinks;   /* (b, h, nq): gradient of the weight of the sink of an entmax, or NULL */
+    const float *grad_max_logit; /* (b, h, nq): gradient of the largest score, or NULL */
+    const int64_t *argmax;       /* (b, h, nq): its key, or -1 */
 } Gradients;
 
 typedef struct {
@@ -211,6 +213,14 @@ static void add_masses(const Gradients *b, float *ds, int64_t panels, int64_t fi
         }
 }
 
+/* Add the gradients of the largest scores of a strip in a run; `at` is the first query of the strip. */
+static void add_largest(const Gradients *b, float *ds, int64_t panels, int64_t first, int64_t at, int64_t rows) {
+    for (int64_t r = 0; b->grad_max_logit && r < rows; r++) {
+        const int64_t j = b->argmax[at + r] - first;
+        if (j >= 0 && j < panels * PW) ds[j / PW * RS * PW + r * PW + j % PW] += b->grad_max_logit[at + r];
+    }
+}
+
 /* The sum of a row of a strip. */
 static float sum_row(const float *ds, int64_t panels) {
     vf total = {0};
@@ -317,7 +327,7 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
                 float scale = 1;
                 vf top[RS];
                 if (!pass || !twice)
-                    scale = strip_scores(c, s, p + strip * apart, run, spans + 2 * strip, strip, batch, head, query, top);
+                    scale = strip_scores(c, s, p + strip * apart, run, spans + 2 * strip, strip, batch, head, query, top, NULL);
                 const int64_t row = strip * RS, used = spans[2 * strip + 1] - spans[2 * strip], rows = min64(RS, n - row);
                 const int64_t first = start + spans[2 * strip] * PW, at = strip * apart + spans[2 * strip] * RS * PW;
                 if (!used) continue;
@@ -326,7 +336,7 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
                     seen[row + r] += received_of(c->normalizer, p + at + r * PW, used, g->lse[row + r], g->received + first);
                 if (level ? !pass : pass) {
                     for (int r = 0; r < RS; r++) top[r] = (vf){0};
-                    scores(g->grad + strip * query_size(dv), g->v + first / PW * key_size(dv), used, dv, ds + at, top);
+                    scores(g->grad + strip * query_size(dv), g->v + first / PW * key_size(dv), used, dv, ds + at, top, NULL);
                     if (statistics) add_masses(b, ds + at, used, first, batch, head, query + row, rows);
                     for (int64_t r = 0; r < RS; r++)
                         gradients(g, row + r, used, c->power, p + at + r * PW, ds + at + r * PW, g->received + first,
@@ -337,6 +347,7 @@ static void block_gradients(const Gradients *b, GradientSpace *g, int64_t batch,
                     gradients_at_level(c->normalizer, p + at + r * PW, ds + at + r * PW, used, c->power, g->lse[row + r],
                                        g->mass[row + r], mean[row + r]);
                 for (int64_t r = 0; r < rows && b->dshift; r++) g->shift[row + r] += sum_row(ds + at + r * PW, used);
+                add_largest(b, ds + at, used, first, base + row, rows);
                 if (c->n_biases)
                     bias_gradients(b, g, ds + at, used, s->slopes ? s->slopes + (p + at - s->p) : NULL, first, batch, head,
                                    query + row, rows);

@@ -170,7 +170,7 @@ def gradients_of(
     biases = (BiasGradient * len(call.biases))()
     for i, x in sums.items():
         biases[i] = x.argument
-    more = {name: x.float().contiguous() for name, x in more.items() if x is not None}
+    more = {name: (x.float() if x.is_floating_point() else x).contiguous() for name, x in more.items() if x is not None}
     of_sinks = None if call.sink is None else empty(*call.q.shape[:3])
     of_shift = empty(*call.q.shape[:3]) if "shift" in wanted and call.shift is not None else None
     gradients = _gradients(
@@ -248,13 +248,16 @@ def _backward(call: Call, results: Results, more: Results, grads: Results, wante
 def statistics_gradients(
     call: Call, values: Mapping[str, Tensor], grads: Mapping[str, Tensor], *, rows: RowState, mass: Tensor,
     masks: Mapping[str, Mask], firsts: Sequence[int], queries: Tensor | None, wanted: Collection[str],
-    out: Tensor | None, grad_out: Tensor | None,
+    out: Tensor | None, grad_out: Tensor | None, argmax: Tensor | None,
 ) -> dict[str, Tensor] | None:  # fmt: skip
     """Return gradients of q, k, v, the sink and the biases in `wanted`, or None if the library cannot compute them.
 
     `values` are the statistics of a call without tensors that require gradients, and `grads` their gradients, 0 for
-    queries that do not count and rows without visible keys; `mass` is the sum of the weights of each row.
+    queries that do not count and rows without visible keys; `mass` is the sum of the weights of each row. `argmax` is
+    needed for the gradient of `max_logit`.
     """
+    if "max_logit" in grads and argmax is None:
+        return None
     if binding.unsupported_reason(call) is not None or not binding.is_finite(call):
         return None
     parts, grad_masses, masses = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -276,6 +279,8 @@ def statistics_gradients(
             masses.append(values[name] if i == 0 else torch.zeros_like(values[name]))  # the sum of all ranges
     of_rows = {ROWS[name]: (grads[name], values[name]) for name in ROWS if name in grads}
     more = {f"grad_{name}": grad for name, (grad, _) in of_rows.items()} | {n: x for n, (_, x) in of_rows.items()}
+    if "max_logit" in grads and argmax is not None:
+        more |= {"grad_max_logit": grads["max_logit"], "argmax": argmax}
     grad_lse, at_sink = grads.get("lse"), None
     numbers = next((x for x in (rows.level, rows.total) if x is not None), empty(0))  # not read where there are none
     if "sink_mass" in grads and not call.normalizer.has_lse:

@@ -8,8 +8,6 @@ enum { SOFTMAX, SIGMOID, RELU, ELU_PLUS_ONE, IDENTITY, SPARSEMAX, ENTMAX_15, ENT
 
 static const float LOWEST = -1e30f; /* score of a masked pair: its weight is 0, and 0 times it is 0 */
 
-INLINE vf minimum(vf a, vf b) { return -maximum(-a, -b); } /* b if one is NaN */
-
 /* 2^t for t <= 127, within 1.5 ulp; 0 below -126.5; NaN for NaN. */
 INLINE vf exp2_of(vf t) {
     const float magic = 12582912 + 127; /* 1.5 * 2^23 + 127: the sum holds round(t) + 127 in its lowest bits */

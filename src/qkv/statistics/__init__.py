@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from qkv._lazy import lazy
 from qkv.statistics import base
-from qkv.statistics.base import Local, Mass, PrefixSinkScores, Statistic, Streaming, WeightTile
+from qkv.statistics.base import Extremes, Local, Mass, PrefixSinkScores, Statistic, Streaming, WeightTile
 from qkv.statistics.result import Statistics, Thumbnail
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ BUILT_IN: dict[str, Statistic] = base.BUILT_IN
 
 __all__ = [
     "BUILT_IN",
+    "Extremes",
     "Local",
     "Mass",
     "PrefixSinkScores",

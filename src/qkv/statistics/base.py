@@ -247,6 +247,19 @@ class PrefixSinkScores(Statistic):
         return total[0] / total[1].clamp(min=1)
 
 
+class Extremes:
+    """The smallest score of each query and the key of the largest: `Statistics.min_logit` and `Statistics.argmax`.
+
+    Pass it to `measure` among the `statistics`. It is of scores, and no `Statistic` of weights.
+
+    >>> import torch, qkv
+    >>> q, k = torch.ones(1, 4), torch.tensor([[2.0], [4.0], [4.0]]).expand(3, 4)
+    >>> result = qkv.measure(q, k, statistics=[Extremes()])
+    >>> result.max_logit.item(), result.min_logit.item(), result.argmax.item()
+    (8.0, 4.0, 1)
+    """
+
+
 class Mass(Statistic):
     """The sum of a query's weights inside a mask.
 

@@ -27,6 +27,7 @@ from qkv.statistics.result import Statistics
 
 DIFFERENTIABLE = (
     "entropy", "effective_keys", "distance", "sink", "self_", "previous", "next_", "sink_mass", "lse", "received",
+    "max_logit",
 )  # fmt: skip
 """Fields of `Statistics` that carry gradients, in addition to every `mass`; the others are detached."""
 UNTRACKED = {"v", "values"}  # tensors of a call that no statistic depends on
@@ -68,21 +69,26 @@ def with_gradients(
     masks = dict(mass or {})
     if not output:
         call = call.with_tensors({name: x.detach() for name, x in call.tensors().items() if name in UNTRACKED})
-    result, rows, statistics = measure_call(call, output=output, mass=masks, first=first, queries=queries)
+    by_library = call.needs_grad and binding.unsupported_reason(call) is None  # whose backward needs the argmax
+    result, rows, statistics = measure_call(
+        call, output=output, mass=masks, first=first, queries=queries, extremes=by_library
+    )
     if not call.needs_grad:
         return result, statistics
+    key = statistics.argmax
+    statistics = replace(statistics, min_logit=None, argmax=None)
     firsts = [first] * len(call.q) if isinstance(first, int) else first.tolist()
     tracked = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
     tracked |= {f"mass {name}": statistics.mass[name] for name in masks}
     tracked = {name: x.clone() for name, x in tracked.items() if x is not None}  # lse shares memory with rows.level
     tracked |= {} if result is None else {"out": result.out}
-    saved = (rows.level, rows.total, statistics.row_sum, statistics.visible_queries > 0)
+    saved = (rows.level, rows.total, statistics.row_sum, statistics.visible_queries > 0, key)
 
     def backward(call: Call, results: Results, more: Results, grads: Results, wanted: set[str]) -> dict[str, Tensor]:
-        level, total, mass, visible = more
+        level, total, mass, visible, key = more
         values, of = ({n: x for n, x in zip(tracked, xs, strict=True) if x is not None} for xs in (results, grads))
         rows = RowState(level, total)
-        return _input_gradients(call, rows, mass, visible, values, of, masks, firsts, queries, wanted)
+        return _input_gradients(call, rows, mass, visible, values, of, masks, firsts, queries, wanted, key)
 
     error = InputError(
         "statistics have first derivatives, not second derivatives; "
@@ -98,7 +104,7 @@ def with_gradients(
 
 def _input_gradients(
     call: Call, rows: RowState, mass: Tensor, visible: Tensor, values: dict[str, Tensor], grads: dict[str, Tensor],
-    masks: Mapping[str, Mask], firsts: Sequence[int], queries: Tensor | None, needed: set[str],
+    masks: Mapping[str, Mask], firsts: Sequence[int], queries: Tensor | None, needed: set[str], argmax: Tensor | None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return gradients of the tensors of a detached call that are `needed`, given those of its statistics, `values`.
 
@@ -113,7 +119,7 @@ def _input_gradients(
     if needed.isdisjoint(call.learned):
         gradients = statistics_gradients(
             call, values, grads, rows=rows, mass=mass, masks=masks, firsts=firsts,
-            queries=queries, wanted=needed, out=out, grad_out=grad_out,
+            queries=queries, wanted=needed, out=out, grad_out=grad_out, argmax=argmax,
         )  # fmt: skip
         if gradients is not None:
             return gradients
@@ -151,6 +157,9 @@ def _statistics(
         elif name == "sink_mass":
             assert rows.sink_weight is not None
             results.append((rows.sink_weight, grad[at]))
+        elif name == "max_logit":  # of the first key on ties, as `max` takes it
+            largest, shift = torch.cat([x.masked_scores() for x in tiles], -1).max(-1)[0], tiles[0].part("shift")
+            results.append((largest if shift is None else largest - shift, grad[at]))
         elif name == "received":
             results += [(FIELDS[name].added(x), grad[batch, heads, x.region.columns]) for x in seen]
         else:

@@ -39,7 +39,7 @@ from qkv.native import binding
 from qkv.native import kernel as native_kernel
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.scores import Score
-from qkv.statistics.base import FIELDS, PrefixSinkScores, Statistic, validated
+from qkv.statistics.base import FIELDS, Extremes, PrefixSinkScores, Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, StatisticsReducer, own_statistics
 from qkv.statistics.result import Statistics, Thumbnail, share_of_first
@@ -59,7 +59,7 @@ def measure(
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
     bins: int | None = None,
-    statistics: Sequence[Statistic] = (),
+    statistics: Sequence[Statistic | Extremes] = (),
     differentiable: bool = False,
     **unknown: object,
 ) -> Statistics:
@@ -80,11 +80,11 @@ def measure(
         bins: largest number of bins on each side of the `thumbnail`; a bin holds the smallest sufficient power of two
             of keys or queries. None: no thumbnail.
         statistics: further statistics, such as your own (see `qkv.statistics.Statistic`), returned as `own`; and
-            `PrefixSinkScores(length)`, returned as `prefix_sink_scores`.
+            `PrefixSinkScores(length)`, returned as `prefix_sink_scores`, and `Extremes()`, as `min_logit` and `argmax`.
         differentiable: whether `entropy`, `effective_keys`, `distance`, `sink`, `self_`, `previous`, `next_`,
-            `sink_mass`, `lse`, `received` and every `mass` carry gradients to q, k and all learned tensors of the
-            composition, in linear memory. The other fields are detached. First derivatives only; cannot be combined
-            with `bins`, `statistics`, NumPy arrays or `Hard`.
+            `sink_mass`, `lse`, `max_logit`, `received` and every `mass` carry gradients to q, k and all learned tensors
+            of the composition, in linear memory. The other fields are detached. First derivatives only; cannot be
+            combined with `bins`, `statistics`, NumPy arrays or `Hard`.
         **unknown: rejected, as in `attend`.
 
     Returns:
@@ -178,8 +178,8 @@ def measured(
     """Return the result of a call, if the `output` is wanted, its row state and statistics; in one pass if possible.
 
     `rows` is the row state, if it is known; one pass computes it again. `shared` is the whole call, if `call` is this
-    process's shard of one that a group makes together. `options` are `mass`, `first`, `queries`, `bins` and
-    `statistics` of `measure`, and `value_norms` (b, h, nk), the norm of each value, for `first_contribution`.
+    process's shard of one that a group makes together. `options` are `mass`, `first`, `queries`, `bins`, `statistics`
+    and `extremes` of `measure`, and `value_norms` (b, h, nk), the norm of each value, for `first_contribution`.
     """
     call = detached(call)
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
@@ -247,14 +247,17 @@ def finished(call: Call, reducer: StatisticsReducer, shared: Shared | None = Non
         out = rows.level == -torch.inf
         sink_mass = sink_weight(call.normalizer, call.sink, rows.level.masked_fill(out, 0))
         sink_mass = sink_mass.masked_fill(out | (call.sink == -torch.inf), 0)
-    max_logit = reducer.max_logit
-    if call.normalizer.has_lse and not call.user.normalizer.has_lse:
-        max_logit = None  # the scores are logarithms of pointwise weights
-    elif max_logit is not None and request.queries is not None:
-        max_logit = max_logit.masked_fill(~request.queries[:, None], -torch.inf)
+    extremes: dict[str, Any] = {"max_logit": None}
+    of_logarithms = call.normalizer.has_lse and not call.user.normalizer.has_lse  # of pointwise weights, not scores
+    if reducer.extremes is not None and not of_logarithms:
+        scores = reducer.extremes
+        extremes = {"max_logit": scores.largest, "min_logit": scores.smallest, "argmax": scores.key}
+        for x, nothing in ((scores.largest, -torch.inf), (scores.smallest, torch.inf), (scores.key, -1)):
+            if x is not None and request.queries is not None:
+                x.masked_fill_(~request.queries[:, None], nothing)
     return Statistics(
         lse=rows.level if call.user.normalizer.has_lse else None,
-        max_logit=max_logit,
+        **extremes,
         **{name: values[name] for name in FIELDS},
         prefix_sink_scores=prefix,
         thumbnail=thumbnail,
@@ -280,8 +283,9 @@ def _of_prefix(x: Tensor, length: int, firsts: Sequence[int], shared: Shared | N
 
 def checked(
     call: Call, grid: Grid, *, mass: Mapping[str, Mask] | None = None, first: int | Int[Tensor, " b"] = 0,
-    queries: Bool[Tensor, "b nq"] | None = None, bins: int | None = None, statistics: Sequence[Statistic] = (),
-    value_norms: Float[Tensor, "b h nk"] | None = None, shared: Shared | None = None,
+    queries: Bool[Tensor, "b nq"] | None = None, bins: int | None = None,
+    statistics: Sequence[Statistic | Extremes] = (), value_norms: Float[Tensor, "b h nk"] | None = None,
+    shared: Shared | None = None, extremes: bool = False,
 ) -> Request:  # fmt: skip
     """Return the options of `measure`, checked."""
     mass = dict(mass) if mass else {}
@@ -298,19 +302,23 @@ def checked(
         raise InputError(f"bins is {bins}, expected at least 1, or None")
     if bins is not None and shared is not None:
         raise InputError(f"bins is {bins} with a group, expected None: a bin of a thumbnail may span processes")
-    statistics = validated(statistics)
-    prefix_keys = next((x.length for x in statistics if isinstance(x, PrefixSinkScores)), None)
-    statistics = tuple(x for x in statistics if not isinstance(x, PrefixSinkScores))
-    if statistics and shared is not None:
-        raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
-    for statistic in statistics:
+    if not isinstance(statistics, Statistic):  # one alone is refused below
+        statistics = tuple(statistics)
+        extremes = extremes or any(isinstance(x, Extremes) for x in statistics)
+        statistics = [x for x in statistics if not isinstance(x, Extremes)]
+    own = validated(statistics)
+    prefix_keys = next((x.length for x in own if isinstance(x, PrefixSinkScores)), None)
+    own = tuple(x for x in own if not isinstance(x, PrefixSinkScores))
+    if own and shared is not None:
+        raise InputError(f"statistics are {', '.join(s.name for s in own)} with a group, expected none")
+    for statistic in own:
         statistic.check(grid)
     firsts = [first] * b if isinstance(first, int) else first.tolist()
     if len(firsts) != b or not all(0 <= f < grid.n_keys for f in firsts):
         raise InputError(
             f"first is {first}, expected a key from 0 to {grid.n_keys - 1}, or one for each of {b} batch items"
         )
-    return Request(mass, firsts, queries, prefix_keys, bins, statistics, value_norms)
+    return Request(mass, firsts, queries, prefix_keys, bins, own, value_norms, extremes)
 
 
 def _add_shared(shared: Shared, call: Call, reducer: StatisticsReducer) -> None:
@@ -332,7 +340,8 @@ def _add_shared(shared: Shared, call: Call, reducer: StatisticsReducer) -> None:
             )
             part.request = replace(reducer.request, queries=None if queries is None else queries[:, piece.rows])
             part.totals = {name: x[..., piece.rows] for name, x in reducer.totals.items()}
-            part.max_logit = None if reducer.max_logit is None else reducer.max_logit[:, :, piece.rows]
+            assert reducer.extremes is not None
+            part.extremes = reducer.extremes.part(piece.rows, piece.region.columns.start)
             part.totals |= {name: x[..., piece.keys] for name, x in here.items()}
             part.add_tiles(shared.part(call, k, k, piece))
         key_totals.add(*here.values())
@@ -410,7 +419,7 @@ def measure_weights(
 
     Returns:
         `Statistics`, float32 (float64 for float64 weights), on the device of the weights. `lse`,
-        `max_logit` and `sink_mass` are None, since weights do not determine them.
+        `max_logit`, `min_logit` and `sink_mass` are None, since weights do not determine them.
 
     Raises:
         InputError: for weights that are negative or not finite, are not 0 where masked, or sum to more than 1.
@@ -429,8 +438,10 @@ def measure_weights(
     call = Call.of(q, k, k, mask)
     options: dict[str, Any] = {"mass": mass, "first": first, "bins": bins}
     request = checked(call, call.grid, queries=queries, statistics=statistics, **options)
+    if request.extremes:
+        raise InputError("statistics hold Extremes, which are of scores; expected statistics of weights")
     reducer = _WeightsReducer(call, RowState(), request)
-    reducer.matrix, reducer.max_logit = weights, None
+    reducer.matrix, reducer.extremes = weights, None
     reducer.add_tiles(call)
     measurement = finished(call, reducer)
     _check_row_sums(weights, measurement.row_sum, request.queries, unnormalized=unnormalized)

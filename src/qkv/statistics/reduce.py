@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv.engine.call import Call, RowState, at_least_float32, detached
-from qkv.engine.tiles import Tile, tiles
+from qkv.engine.tiles import Extremes, Tile, tiles
 from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Mask
 from qkv.statistics.base import FIELDS, Mass, PrefixSinkScores, Statistic, WeightTile
@@ -48,6 +48,8 @@ class Request:
     statistics: Sequence[Statistic] = ()
     value_norms: Float[Tensor, "b h nk"] | None = None
     """The norm of each value, for `Statistics.first_contribution`."""
+    extremes: bool = False
+    """Whether `Statistics.min_logit` and `Statistics.argmax` are wanted."""
 
     def own(self) -> dict[str, Statistic]:
         """Return the statistics that the user passed, by name."""
@@ -83,9 +85,7 @@ class StatisticsReducer:
             name: call.q.new_full((*s.lead, *call.q.shape[:2], lengths[s.over]), s.zero, dtype=torch.float64)
             for name, s in self.statistics.items()
         }
-        self.max_logit: Tensor | None = None  # the largest score of each query
-        if statistics is None:
-            self.max_logit = call.q.new_full(call.q.shape[:3], -torch.inf, dtype=at_least_float32(call.q.dtype))
+        self.extremes = Extremes.of(call, whole=request.extremes) if statistics is None else None
         self.pooled: Tensor | None = None  # the maxima and sums of the bins of the thumbnail
         if request.bins is not None and statistics is None:
             self.bins = bin_size(lengths["query"], request.bins), bin_size(lengths["key"], request.bins)
@@ -105,11 +105,7 @@ class StatisticsReducer:
 
     def tile(self, tile: Tile) -> None:
         """Add a tile to all statistics."""
-        weights, log2 = tile.weights(self.rows, self.request.queries)
-        if self.max_logit is not None:
-            assert tile.top is not None
-            total = self.max_logit[tile.at]
-            torch.maximum(total, tile.top, out=total)
+        weights, log2 = tile.weights(self.rows, self.request.queries, self.extremes)
         if log2 is None and "entropy" in self.statistics and weights.min() < 0:
             raise InputError(
                 f"measure: normalizer {type(tile.call.user.normalizer).__name__} gives negative weights "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 
@@ -78,8 +78,9 @@ class Statistics:
     """Log-sum-exp of the scores, including a sink logit; None if the normalizer has no log-sum-exp."""
     max_logit: Float[Tensor, "b h nq"] | None
     """The largest score of each query, after biases and temperature, without the sink logit or a normalizer's own bias;
-    −inf where no key is visible. None for given weights, and for pointwise weights that are divided by their sum by
-    way of their logarithms. Its `amax` over batch items and queries is that of a head (docs/howto/qk-clip.md)."""
+    −inf where no key is visible. A pair that a bias of −inf masks is not visible. None for given weights, and for
+    pointwise weights that are divided by their sum by way of their logarithms. Its `amax` over batch items and queries
+    is that of a head (docs/howto/qk-clip.md)."""
     entropy: Float[Tensor, "b h nq"]
     """−Σ a ln a, in nats."""
     sink: Float[Tensor, "b h nq"]
@@ -116,6 +117,12 @@ class Statistics:
     """Weight inside each mask passed as `mass`, by its name."""
     own: Mapping[str, Float[Tensor, "b h n"]] = field(default_factory=dict)
     """The values of each `Statistic` passed as `statistics`, by its name."""
+    min_logit: Float[Tensor, "b h nq"] | None = None
+    """The smallest score of each query, if `Extremes()` was passed; inf where no key is visible. None where `max_logit`
+    is."""
+    argmax: Int[Tensor, "b h nq"] | None = None
+    """The key with the largest score, the first one on ties, if `Extremes()` was passed; −1 where no key is visible.
+    None where `max_logit` is."""
     first_contribution: Float[Tensor, "b h nq"] | None = None
     """‖A_i1 v_1‖ / Σ_j ‖A_ij v_j‖, the contribution of the first key; a profile measures it, `measure` does
     not."""

@@ -61,9 +61,11 @@ static void end_products(void) {
 
 #if defined(__AVX512F__)
 INLINE vf maximum(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); } /* b if one is NaN */
+INLINE vf minimum(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE int any(vi x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; } /* whether a lane of a comparison is true */
 #else
 INLINE vf maximum(vf a, vf b) { return choose(a > b, a, b); }
+INLINE vf minimum(vf a, vf b) { return choose(a < b, a, b); }
 INLINE int any(vi x) { int y = 0; for (int i = 0; i < VL; i++) y |= x[i]; return y != 0; }
 #endif
 #if PARTS == 1
@@ -217,15 +219,18 @@ static void pack_values(const Number *v, int64_t stride, uint32_t exist, int64_t
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */
 
-/* The largest score of each row on a panel, by lane. */
-INLINE void raise_tops(const float *s, vf top[RS]) {
-    UNROLL for (int r = 0; r < RS; r++)
-        top[r] = maximum(load(s + r * PW + VL), maximum(load(s + r * PW), top[r]));
+/* The largest and the smallest score of each row on a panel, by lane. */
+INLINE void find_extremes(const float *s, vf top[RS], vf *low) {
+    UNROLL for (int r = 0; r < RS; r++) {
+        const vf a = load(s + r * PW), b = load(s + r * PW + VL);
+        top[r] = maximum(b, maximum(a, top[r]));
+        if (low) low[r] = minimum(b, minimum(a, low[r]));
+    }
 }
 
-/* Scores of a strip and some panels of keys, and the largest of each row by lane, which are found for one panel while the
- * tiles compute the next. */
-static void scores(const Packed *q, const Packed *k, int64_t panels, int64_t d, float *s, vf top[RS]) {
+/* Scores of a strip and some panels of keys, and the largest of each row by lane, and the smallest unless `low` is NULL, which
+ * are found for one panel while the tiles compute the next. */
+static void scores(const Packed *q, const Packed *k, int64_t panels, int64_t d, float *s, vf top[RS], vf *low) {
     const int64_t tiles = tiles_of(d), rows = PARTS * tiles * T;
     STORED;
     if (PARTS == 1 && tiles == 2) { /* all queries stay in tiles 4 to 7: half as many loads */
@@ -237,7 +242,7 @@ static void scores(const Packed *q, const Packed *k, int64_t panels, int64_t d, 
                 _tile_dpbf16ps(0, 4, 2); _tile_dpbf16ps(1, 6, 2); _tile_dpbf16ps(0, 5, 3); _tile_dpbf16ps(1, 7, 3);
                 _tile_stored(0, s + half * VL, PW * 4); _tile_stored(1, s + 16 * PW + half * VL, PW * 4);
             }
-            if (panel) raise_tops(s - RS * PW, top);
+            if (panel) find_extremes(s - RS * PW, top, low);
         }
     } else
         for (int64_t panel = 0; panel < panels; panel++, k += key_size(d), s += RS * PW) {
@@ -251,9 +256,9 @@ static void scores(const Packed *q, const Packed *k, int64_t panels, int64_t d, 
                 }
             _tile_stored(0, s, PW * 4); _tile_stored(1, s + VL, PW * 4);
             _tile_stored(2, s + 16 * PW, PW * 4); _tile_stored(3, s + 16 * PW + VL, PW * 4);
-            if (panel) raise_tops(s - RS * PW, top);
+            if (panel) find_extremes(s - RS * PW, top, low);
         }
-    raise_tops(s - RS * PW, top);
+    find_extremes(s - RS * PW, top, low);
 }
 
 /* The output of a strip that waits: weights and values on some panels, to be added to o [RS][width] in steps of a panel and 2

@@ -7,4 +7,5 @@ enum { VL = 16, NV = 2, MR = 8, RS = 8, WIDEST = 3 }; /* floats of a vector; vec
 enum { KEYS_4 = 4, VALUES_4 = 4 }; /* few queries: keys of a step, and vectors of values, for 4 rows */
 #include "vectors.h"
 INLINE vf maximum(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); } /* b if one is NaN */
+INLINE vf minimum(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE int any(vi x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; } /* whether a lane of a comparison is true */

@@ -4,4 +4,5 @@
 enum { VL = 4, NV = 4, MR = 4, RS = 8, WIDEST = 3, KEYS_4 = 4, VALUES_4 = 4 }; /* as in avx512.h */
 #include "vectors.h"
 INLINE vf maximum(vf a, vf b) { return choose(a > b, a, b); } /* b if one is NaN */
+INLINE vf minimum(vf a, vf b) { return choose(a < b, a, b); }
 INLINE int any(vi x) { return (x[0] | x[1] | x[2] | x[3]) != 0; } /* whether a lane of a comparison is true */

@@ -49,8 +49,8 @@ INLINE void step(vf acc[MR][4], int nv, const Packed *a, int64_t row, const Pack
         acc[r][v] = product(acc[r][v], a[r * row], x[v]);
 }
 
-/* Scores of a strip and some panels of keys, and the largest of each row by lane. */
-static void scores(const Packed *q, const Packed *k, int64_t panels, int64_t d, float *s, vf top[RS]) {
+/* Scores of a strip and some panels of keys, and the largest of each row by lane; and the smallest, unless `low` is NULL. */
+static void scores(const Packed *q, const Packed *k, int64_t panels, int64_t d, float *s, vf top[RS], vf *low) {
     const int64_t steps = steps_of(d);
     for (int64_t panel = 0; panel < panels; panel++, k += steps * PW, s += RS * PW)
         UNROLL for (int m = 0; m < RS; m += MR) {
@@ -63,6 +63,10 @@ static void scores(const Packed *q, const Packed *k, int64_t panels, int64_t d, 
                     t = maximum(acc[r][v], t);
                 }
                 top[m + r] = t;
+                if (!low) continue;
+                t = low[m + r];
+                UNROLL for (int v = 0; v < NV; v++) t = minimum(acc[r][v], t);
+                low[m + r] = t;
             }
         }
 }

@@ -37,4 +37,5 @@ INLINE float highest(vf x) {
     float a = m[0] > m[2] ? m[0] : m[2], b = m[1] > m[3] ? m[1] : m[3];
     return a > b ? a : b;
 }
+INLINE float lowest_of(vf x) { return -highest(-x); }
 INLINE vf iota(void) { vf x; UNROLL for (int i = 0; i < VL; i++) x[i] = (float)i; return x; }

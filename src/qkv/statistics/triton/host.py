@@ -220,7 +220,7 @@ def attend_and_measure(
     band, keys = mask_parts[:2]
     both_sides, few = band[0] < 0 < band[1], flags["HAS_IDS"] or flags["HAS_DENSE"]
     flags |= {"HAS_COUNTED": counted is not None}
-    planes = SUMS + (norms is not nothing) + 2 * both_sides + few + len(mass)
+    planes = SUMS + (norms is not nothing) + 2 * both_sides + few + request.extremes + len(mass)
     n_pooled, n_sums = math.prod(pooled_shape), heads * _cdiv(n_queries, block["BM"]) * block["BM"] * planes
     zeros = torch.zeros(n_sums + 2 * _cdiv(n_pooled, 4) + heads * n_keys, dtype=torch.int64, device=device)
     sums, pooled, totals = zeros.tensor_split((n_sums, len(zeros) - heads * n_keys))
@@ -234,7 +234,7 @@ def attend_and_measure(
         *of_sink, *shared, d, *place, query_bin, *((0, 0) if bins is None else pooled_shape[3:]), **flags, **block,
         HAS_NORMS=norms is not nothing, BOTH_SIDES=both_sides, POOLED=0 if bins is None else pools[0], POOL_M=pools[1],
         POOL_N=pools[2], PLANES=planes, EVEN_D=d == block["D"], STEP=step, FLUSH=STEP_TILES * block["BM"] // step,
-        STAGES=block["num_stages"],
+        STAGES=block["num_stages"], HAS_LOWS=request.extremes,
     )  # fmt: skip
     small = {name: block[name] for name in ("BM", "D")} | {"EVEN_D": d == block["D"], "BN": min(block["BN"], 64)}
     if mass:
@@ -244,6 +244,14 @@ def attend_and_measure(
             q, k, key_lse, sums, counted, bounds, nothing if inside is None else inside, *of_keys, *shared, d, *place,
             **{name: flag for name, flag in flags.items() if name != "HAS_SINK"}, **small, MASSES=len(mass),
             MASS_KEYS=inside is not None, PLANES=planes,
+        )  # fmt: skip
+    smallest, argmax = None, None
+    if request.extremes:
+        smallest, argmax = empty(b, h, n_queries), empty(b, h, n_queries, dtype=torch.long)
+        run.extremes[(_cdiv(n_queries, block["BM"]), heads)](
+            q, k, key_lse, sums, counted, smallest, argmax, *of_keys, *shared, d, *place,
+            **{name: flag for name, flag in flags.items() if name != "HAS_SINK"}, **small | {"BN": block["BN"]},
+            PLANES=planes, LOW=planes - len(mass) - 1,
         )  # fmt: skip
     prefix = None
     if prefix_keys is not None:
@@ -277,6 +285,8 @@ def attend_and_measure(
         thumbnail=thumbnail,
         sink_mass=None if sink is None else on_sink,
         first_contribution=None if request.value_norms is None else first_contribution,
+        min_logit=smallest,
+        argmax=argmax,
         mass=dict(zip(mass, masses, strict=True)),
     )  # fmt: skip
 

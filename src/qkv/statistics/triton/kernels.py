@@ -15,7 +15,9 @@ block of BN keys, x the place of a key relative to the middle of its block, and 
     SECOND  Σ a (BN T + x)²    · 2^30 / BN²
     BITS    Σ a log2 a         · 2^25
     SQUARES Σ a²               · 2^60
-    TOP     max a, the bits of its float32: of numbers that are not negative, they have the same order
+    TOP     max a, the bits of its float32: of numbers that are not negative, they have the same order; · 2^32, and
+            with T in the lower half such that of equal weights the first block has the larger number
+    LOW     if extremes are wanted, max −log2 a, the bits of its float32
 
 The three moments use the same rounded Σ a of a block, so the spread of a head that attends far back keeps its digits.
 """
@@ -37,6 +39,7 @@ SCALE = tl.constexpr(2.0**30)
 BITS_SCALE = tl.constexpr(2.0**25)
 SQUARES_SCALE = tl.constexpr(2.0**60)
 NORMS_SCALE = tl.constexpr(2.0**50)
+UNUSED = tl.constexpr(2**31 - 1)  # beyond all keys and blocks of keys
 NAN_SUM = tl.constexpr(-(2**50))  # added in place of NaN; the sums of norms are not negative otherwise
 SMALLEST = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number of float32
 
@@ -287,23 +290,26 @@ def _halves(x, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _slices(
-    p, t, p2, t2, norms, norms2, sums, M: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, HAS_NORMS: tl.constexpr
-):
+    p, t, p2, t2, norms, norms2, sums, M: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, HAS_NORMS: tl.constexpr,
+    HAS_LOWS: tl.constexpr,
+):  # fmt: skip
     """Add the slices of columns of the left half of a tile (p, t) and of its mirrored right half (p2, t2) to `sums`.
 
     A slice and its mirror image are as far from the middle (FAR), so that the even moments need their sum alone. The
     sums are multiplications with an addition, one instruction each.
     """
     if N == SLICE:
-        bits, squares, top, zero, one, two, norm = sums
+        bits, squares, top, low, zero, one, two, norm = sums
         both = p + p2
         bits = bits + p * t + p2 * t2
         squares = squares + p * p + p2 * p2
         top = tl.maximum(top, tl.maximum(p.to(tl.int32, bitcast=True), p2.to(tl.int32, bitcast=True)))
+        if HAS_LOWS:
+            low = tl.minimum(low, tl.minimum(t, t2))
         zero, one, two = zero + both, one - p * FAR + p2 * FAR, two + both * (FAR * FAR)
         if HAS_NORMS:
             norm = norm + p * norms + p2 * norms2
-        return bits, squares, top, zero, one, two, norm
+        return bits, squares, top, low, zero, one, two, norm
     else:
         a, b = _halves(p, M, N)
         a2, b2 = _halves(p2, M, N)
@@ -313,8 +319,8 @@ def _slices(
         if HAS_NORMS:
             na, nb = _halves(norms, 1, N)
             na2, nb2 = _halves(norms2, 1, N)
-        sums = _slices(a, ta, b2, tb2, na, nb2, sums, M, N // 2, FAR + N / 4, HAS_NORMS)
-        return _slices(b, tb, a2, ta2, nb, na2, sums, M, N // 2, FAR - N / 4, HAS_NORMS)
+        sums = _slices(a, ta, b2, tb2, na, nb2, sums, M, N // 2, FAR + N / 4, HAS_NORMS, HAS_LOWS)
+        return _slices(b, tb, a2, ta2, nb, na2, sums, M, N // 2, FAR - N / 4, HAS_NORMS, HAS_LOWS)
 
 
 @triton.jit
@@ -346,6 +352,7 @@ def statistics(
     HAS_NORMS: tl.constexpr, BOTH_SIDES: tl.constexpr, POOLED: tl.constexpr, POOL_M: tl.constexpr,
     POOL_N: tl.constexpr, PLANES: tl.constexpr, EVEN_D: tl.constexpr, STEP: tl.constexpr, FLUSH: tl.constexpr,
     STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr, CARD: tl.constexpr,
+    HAS_LOWS: tl.constexpr,
 ):  # fmt: skip
     """Add up the sums of all queries and of BN keys of one head.
 
@@ -377,6 +384,7 @@ def statistics(
     FAR: tl.constexpr = POOL_N // 8 if POOL_N >= 8 else 1  # the columns of a bin: slices, threads, those of a thread
     LANES: tl.constexpr = 4 if POOL_N >= 8 else 1
     COUNT: tl.constexpr = HAS_IDS or HAS_DENSE  # else the numbers of visible pairs are differences of bounds
+    LOW: tl.constexpr = SEEN + COUNT
     number = tl.zeros((BN,), tl.int32)
     per_norm = 1.0
     if HAS_NORMS:
@@ -435,6 +443,8 @@ def statistics(
                         n_queries, n_keys, d, bias, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE, CAP, HAS_DISTANCE,
                         HAS_COUNTED, MASKED, EVEN_D, D, WIDEN, CARD,
                     )  # fmt: skip
+                    if HAS_LOWS:  # masked pairs do not count: p is 0 there, so nothing else changes
+                        t = tl.where(t > -0.5 * NONE, t, 0.0)
                     w = p
                     if HAS_SINK:
                         w = p * _key_share(shift, at_sink + rows * stride_sn, rows < n_queries)[:, None]
@@ -461,9 +471,9 @@ def statistics(
                     left, right = _halves(p, BM, BN)
                     t_left, t_right = _halves(t, BM, BN)
                     norm_left, norm_right = _halves(norm, 1, BN)
-                    bits, squares, highest, zero, one, two, weighted = _slices(
-                        left, t_left, right, t_right, norm_left, norm_right, (z, z, z.to(tl.int32), z, z, z, z), BM,
-                        BN // 2, BN / 4, HAS_NORMS,
+                    bits, squares, highest, lowest, zero, one, two, weighted = _slices(
+                        left, t_left, right, t_right, norm_left, norm_right, (z, z, z.to(tl.int32), z, z, z, z, z), BM,
+                        BN // 2, BN / 4, HAS_NORMS, HAS_LOWS,
                     )  # fmt: skip
                     m0, m1, m2 = _moments(zero, one, two, BN)
                     first, second_moment = m0 * block + m1, m0 * (block * block) + m1 * (2 * block) + m2
@@ -477,7 +487,11 @@ def statistics(
                         at[:, None, None] + plane[None, :, None] + 2 * plane[None, None, :], four, sem="relaxed"
                     )
                     tl.atomic_add(at + SQUARES * BM, (tl.sum(squares, 1) * SQUARES_SCALE).to(tl.int64), sem="relaxed")
-                    tl.atomic_max(at + TOP * BM, tl.max(highest, 1).to(tl.int64), sem="relaxed")
+                    packed = (tl.max(highest, 1).to(tl.int64) << 32) | (UNUSED - block)
+                    tl.atomic_max(at + TOP * BM, packed, sem="relaxed")
+                    if HAS_LOWS:
+                        below = (-tl.min(lowest, 1)).to(tl.int32, bitcast=True)
+                        tl.atomic_max(at + LOW * BM, below.to(tl.int64), sem="relaxed")
                     if HAS_NORMS:
                         m = tl.sum(weighted, 1) * per_norm * NORMS_SCALE
                         tl.atomic_add(at + NORMS * BM, tl.where(m >= 0.0, m.to(tl.int64), NAN_SUM), sem="relaxed")
@@ -560,6 +574,51 @@ def masses(
             p = tl.where((back >= least) & (back <= most) | (named != 0)[None, :], p, 0.0)
             at = at_sums + start * PLANES + tl.arange(0, BM)
             tl.atomic_add(at, _integer(tl.sum(p, 1) * SCALE).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def extremes(
+    q, k, lse, sums, counted, smallest, argmax,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
+    heads, share, n_queries, n_keys, offset, scale, unit, cap, distances, stride_distance, d,
+    low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
+    HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
+    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_COUNTED: tl.constexpr, PLANES: tl.constexpr, LOW: tl.constexpr,
+    EVEN_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr, CARD: tl.constexpr,
+):  # fmt: skip
+    """The smallest score of BM queries, and the first key with the largest, for which the blocks of keys that have one
+    are computed again."""
+    head, first_row = tl.program_id(1), tl.program_id(0) * BM
+    batch, h = head // heads, head % heads
+    rows, of_d = first_row + tl.arange(0, BM), tl.arange(0, D)
+    inside = rows < n_queries
+    at_q = q + batch.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+    at_k = k + batch.to(tl.int64) * stride_kb + (h // share).to(tl.int64) * stride_kh
+    at_lse, at_counted = lse + head.to(tl.int64) * n_queries, counted + batch.to(tl.int64) * n_queries
+    bias = scale, unit, cap, distances, stride_distance
+    mask = offset, low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk
+    at = sums + (head.to(tl.int64) * tl.cdiv(n_queries, BM) * BM + first_row) * PLANES + tl.arange(0, BM)
+    write = head.to(tl.int64) * n_queries + rows
+    shift, _counts = _shift(at_lse, at_counted, rows, inside, HAS_COUNTED)
+    packed = tl.load(at + TOP * BM)
+    sees = (packed >> 32) > 0
+    below = tl.load(at + LOW * BM).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(smallest + write, tl.where(sees, (shift - below) * LN2, float("inf")), mask=inside)
+    blocks = tl.where(sees, UNUSED - (packed & UNUSED).to(tl.int32), UNUSED)
+    key = tl.full((BM,), -1, tl.int32)
+    block = tl.min(blocks, 0)
+    while block < UNUSED:
+        columns = block * BN + tl.arange(0, BN)
+        here = tl.trans(_load(at_k, columns, stride_kn, of_d, columns < n_keys, d, EVEN_D))
+        t, _p, _again, seen = _weights(
+            at_q, here, at_lse, at_counted, rows, columns, stride_qn, batch, h, n_queries, n_keys, d, bias, mask,
+            HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE, CAP, HAS_DISTANCE, HAS_COUNTED, True, EVEN_D, D, WIDEN, CARD,
+        )  # fmt: skip
+        first = tl.min(tl.where(seen & (t == tl.max(t, 1)[:, None]), columns[None, :], UNUSED), 1)
+        key = tl.where(blocks == block, first, key)
+        blocks = tl.where(blocks == block, UNUSED, blocks)
+        block = tl.min(blocks, 0)
+    tl.store(argmax + write, key.to(tl.int64), mask=inside)
 
 
 @triton.jit
@@ -649,7 +708,7 @@ def by_row(
     second = tl.load(at + SECOND * BM).to(tl.float64) * BN * BN
     bits = tl.load(at + BITS * BM).to(tl.float64) * (SCALE / BITS_SCALE)
     squares = tl.load(at + SQUARES * BM).to(tl.float64) * (SCALE * SCALE / SQUARES_SCALE)
-    top = tl.load(at + TOP * BM).to(tl.int32).to(tl.float32, bitcast=True)
+    top = (tl.load(at + TOP * BM) >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     empty = whole == 0.0
     nan = ~(shift <= NONE)  # or infinity; integers have no NaN
     safe = tl.where(empty, 1.0, whole)
