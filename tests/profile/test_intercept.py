@@ -440,3 +440,20 @@ def test_self_attention_is_told_by_its_states_where_a_model_reads_two(n: int) ->
     x = sample.flatten(2).transpose(1, 2)
     expected = model.attn1(x, x, x, average_attn_weights=False)[1].detach()
     np.testing.assert_allclose(profile.group("self")["weights"][:, 0], expected, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_padding_of_torchs_encoder_is_no_text(dtype: torch.dtype) -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model, x = (
+        nn.TransformerEncoder(layer, 2).eval(),
+        torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(0)),
+    )
+    hidden = torch.arange(10) >= torch.tensor([[10], [7]])
+    mask = hidden if dtype == torch.bool else torch.zeros(2, 10).masked_fill(hidden, -torch.inf)
+    got = profile(model, {"src": x, "src_key_padding_mask": mask}, progress=False).data.isel(text=[1])
+    want = profile(model, {"src": x[1:, :7]}, progress=False).data
+    assert got["n_queries"].values.tolist() == got["n_keys"].values.tolist() == [7]
+    for name in ("received", "visible_queries", "entropy"):
+        np.testing.assert_allclose(got[name].values[..., :7], want[name].values, atol=1e-5, err_msg=name)

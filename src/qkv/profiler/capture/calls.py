@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv import masks
 from qkv.biases import TensorBias
 from qkv.engine import Call, at_least_float32
 from qkv.errors import InputError
-from qkv.huggingface.attention import read_mask
+from qkv.huggingface.attention import MASKED, read_mask
 from qkv.masks import Causal, Mask, Shifted
 from qkv.normalizers import Normalizer, Pointwise
 from qkv.scores import Dot
@@ -100,6 +100,14 @@ def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
             bias += added
     dropout = a["dropout_p"] if a["training"] else 0.0
     return Call.of(q, k, v, mask, bias, dropout_p=dropout)
+
+
+def real_keys(call: Call, *args: Any, **kwargs: Any) -> Bool[Tensor, "b nk"] | None:
+    """True at keys that the padding mask of ``F.multi_head_attention_forward`` does not hide; None if it has none."""
+    padding = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs).arguments.get("key_padding_mask")
+    if padding is None or padding.shape[-1] != call.k.shape[2]:  # other keys are appended
+        return None
+    return (~padding if padding.dtype == torch.bool else padding > MASKED).expand(len(call.q), -1)
 
 
 def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qkv.engine import Call
-from qkv.profiler.capture.calls import chunked, of_multi_head, of_sdpa
+from qkv.profiler.capture.calls import chunked, of_multi_head, of_sdpa, real_keys
 from qkv.profiler.capture.tracing import Found, Tracer, call_of
 
 if TYPE_CHECKING:
@@ -116,7 +116,13 @@ class Intercept(TorchFunctionMode):
             if multi_head is None:
                 self._cannot_read("its keys or values are projected outside of it")
             else:
-                self.on_call(self.names[id(module)], "sdpa", multi_head, editable=False)
+                self.on_call(
+                    self.names[id(module)],
+                    "sdpa",
+                    multi_head,
+                    editable=False,
+                    keys=real_keys(multi_head, *args, **kwargs),
+                )
         elif func in SOFTMAX:
             self._softmax(*args, **kwargs)
         return None

@@ -173,12 +173,13 @@ class Observer:
         return self._received(name, "qkv", call, compute, known=known, fused=fused)
 
     def intercepted(
-        self, name: str, source: str, call: Call, own: Tensor | None = None, *, editable: bool = True
-    ) -> Result:
+        self, name: str, source: str, call: Call, own: Tensor | None = None, *, editable: bool = True,
+        keys: Tensor | None = None,
+    ) -> Result:  # fmt: skip
         """Receive a call that torch's functions compute; `own` is the output that the model has computed already."""
         own = call.v[:, :, :0] if own is None and self.beside else own  # the model computes it later
         known = None if own is None else Result(own, None)
-        return self._received(name, source, call, served, known=known, editable=editable)
+        return self._received(name, source, call, served, keys, known=known, editable=editable)
 
     def intercept(self) -> AbstractContextManager[object]:
         """A context that observes attention which the model computes by torch's functions, as far as it may."""
