@@ -85,9 +85,9 @@ def hidden(n: int, hide: int = 1000) -> Tensor:
 CASES = {
     "one pair": Case((1, 1, 1), 1, 1),
     "causal, no multiple of a tile": Case((1, 2, 1), 65, 65, d=32, mask=Causal(), prefix_keys=8, bins=16),
-    "more keys than queries, a sink": Case((1, 3, 1), 63, 129, d=24, dv=40, sink=True, bins=8, prefix_keys=20),
-    "more queries than keys, bins of one": Case((1, 2, 2), 129, 63, mask=Causal(), bins=200),
-    "a window, masses": Case((1, 2, 2), 129, 129, d=64, dv=64, mask=Window(40), bins=2, sink=True, mass=FULL),
+    "more keys than queries, a sink": Case((1, 3, 1), 33, 129, d=24, dv=40, sink=True, bins=8, prefix_keys=20),
+    "more queries than keys, bins of one": Case((1, 1, 1), 129, 40, mask=Causal(), bins=200),
+    "a window, masses": Case((1, 1, 1), 81, 81, d=64, dv=64, mask=Window(40), bins=2, sink=True, mass=FULL),
     "padding on the left": Case(
         (2, 2, 1), 70, 70, mask=Causal() & Padding([70, 41], side="left"), first=(0, 29), prefix_keys=16, queries=True,
     ),
@@ -99,10 +99,10 @@ CASES = {
     "float16": Case((1, 2, 2), 65, 65, mask=Window(9, ahead=3), dtype=torch.float16),
     "large scores": Case((1, 2, 2), 65, 65, mask=Causal(), factor=300.0, bins=4),
     "soft cap, then alibi": Case(
-        (1, 2, 1), 63, 129, biases=(biases.SoftCap(2.0), biases.ALiBi()), prefix_keys=20, temperature=1.3, mass=FULL
+        (1, 2, 1), 33, 70, biases=(biases.SoftCap(2.0), biases.ALiBi()), prefix_keys=20, temperature=1.3, mass=FULL
     ),
     "a bias by distance, then a soft cap": Case(
-        (2, 1, 1), 70, 63, mask=Padding([63, 41]), biases=(biases.ByDistance(hidden(132)), biases.SoftCap(1.5)),
+        (2, 1, 1), 40, 63, mask=Padding([63, 41]), biases=(biases.ByDistance(hidden(102)), biases.SoftCap(1.5)),
     ),
     "a bias that hides distances": Case((1, 1, 1), 40, 70, biases=(biases.ByDistance(hidden(109, hide=7)),), bins=8),
     "a soft cap of large and small scores": Case(
