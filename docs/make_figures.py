@@ -148,6 +148,7 @@ def memory_of_server() -> None:
 if __name__ == "__main__":
     pictures()
     make_screenshots.screenshots(DOCS / "figures")
+    make_screenshots.sources(DOCS / "figures")
     of_mini()
     (DOCS / "quantities.md").write_text(make_quantities.page())
     (DOCS / "larger-models.md").write_text(make_larger.page())

@@ -1,6 +1,6 @@
 """Pictures of the viewer for the documentation: every page in Chromium, over SmolLM2 on a question.
 
-.venv/bin/python docs/make_screenshots.py [NAME …]        all of them unless named; writes docs/figures/view-NAME.png
+.venv/bin/python docs/make_screenshots.py [NAME …]   all unless named; writes docs/figures/view-NAME.png, or sources.png
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
 from PIL import Image
 
+import qkv
 from qkv.models.loading import chat_tokens, load_model
+from qkv.report.html import write_sources
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
 
@@ -24,6 +27,13 @@ FIGURES = Path(__file__).parent / "figures"
 LARGEST = 250_000  # bytes of a picture: they are in every clone
 DESKTOP, PHONE = {"width": 1280, "height": 720}, {"width": 390, "height": 844}
 QUESTION = "Why is the sky blue?"
+PASSAGES = (
+    "The old town hall was built of red brick. It has a clock from 1871 that still rings every hour.",
+    "The ferry across the river ran from 1890 on. It carried twelve horses at a time, and stopped in winter.",
+    "The iron bridge was built in 1932 by the engineer Clara Vogel. Before, people had to wait for the ferry.",
+    "The market is held on Saturdays beside the church. In summer, farmers sell cherries and honey.",
+    "The railway station was closed in 1968. Today it houses a library with a reading room.",
+)
 
 # name: page of the viewer, its state, and how the browser is set up. Source 0 is SmolLM2, 1 it with softmax off by one.
 SHOTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -71,6 +81,20 @@ def screenshots(folder: Path = FIGURES, names: list[str] | None = None) -> None:
         browser.close()
 
 
+def sources(folder: Path = FIGURES) -> None:
+    """Write sources.png: the page of `qkv sources` on an answer of SmolLM2, its third sentence chosen."""
+    from playwright.sync_api import sync_playwright
+
+    with TemporaryDirectory() as kept, sync_playwright() as playwright:
+        file = write_sources(qkv.sources("smollm2", PASSAGES, "Who built the iron bridge, and when?"), f"{kept}/x.html")
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1160, "height": 760}, device_scale_factor=2)
+        page.goto(file.as_uri())
+        page.locator("#answer button").nth(2).click()
+        (folder / "sources.png").write_bytes(small(page.screenshot(full_page=True)))
+        browser.close()
+
+
 def small(png: bytes) -> bytes:
     """The same picture in as many colours as its size allows, rare colours such as those of text included."""
     picture = Image.open(io.BytesIO(png)).convert("RGB")
@@ -95,4 +119,7 @@ def quantized(picture: Image.Image, colours: int) -> Image.Image:
 
 
 if __name__ == "__main__":
-    screenshots(names=sys.argv[1:])
+    if sys.argv[1:] != ["sources"]:
+        screenshots(names=sys.argv[1:])
+    if not {*sys.argv[1:]} - {"sources"}:
+        sources()

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from qkv.linear import LinearState, linear_attend, linformer
     from qkv.models.loading import load
     from qkv.partial import Partial, merge
+    from qkv.profiler.analyses.sources import Sources, sources
     from qkv.profiler.editing import edit
     from qkv.profiler.profiles import Profile
     from qkv.profiler.run import profile
@@ -60,6 +61,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Result",
+    "Sources",
     "Statistics",
     "Watched",
     "attend",
@@ -89,6 +91,7 @@ __all__ = [
     "reference",
     "ring",
     "scores",
+    "sources",
     "statistics",
     "testing",
     "tracking",
@@ -104,6 +107,7 @@ _NAMES = {
     "qkv.choice": ("Choice", "choose_keys"),
     "qkv.linear": ("LinearState", "linear_attend", "linformer"),
     "qkv.partial": ("Partial", "merge"),
+    "qkv.profiler.analyses.sources": ("Sources", "sources"),
     "qkv.profiler.editing": ("edit",),
     "qkv.models.loading": ("load",),
     "qkv.profiler.profiles": ("Profile",),

@@ -38,7 +38,7 @@ ORDER = {
         "models", "course", "translation", "tasks", "settings", "resume", "loop", "experiments", "testing",
         "check", "lessons", "answers", "align", "cli",
     ],
-    "research": ["sinks", "claims"],
+    "research": ["sinks", "sources", "claims"],
 }  # fmt: skip
 FILES = {
     ".".join((room, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): file

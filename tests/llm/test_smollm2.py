@@ -15,6 +15,7 @@ from qkv.models.generation import Sampler, generate
 from qkv.models.loading import TextModel, chat_tokens, load_text_model
 from qkv.profiler.analyses.answers import answer_shares, parts_of
 from qkv.profiler.analyses.eviction import eviction
+from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.data.sinks import massive_sentence
 from smollm2 import heads, residual
 
@@ -95,3 +96,22 @@ def test_a_few_first_keys_are_worth_more_than_many_last_ones(theirs: tuple[Any, 
     rise = found.loss.set_index("policy")["delta_nats"]
     assert rise["window"] > rise["sinks"] + 0.3
     assert max(rise[name] for name in ("heavy", "tova", "snapkv", "pyramid")) < rise["window"]
+
+
+def test_sentences_are_read_from_the_passages_that_they_retell(theirs: tuple[Any, Any]) -> None:
+    """The heads come with qkv, and the answer in no passage is read from none."""
+    model, tokenizer = theirs
+    passages = [
+        "The old town hall was built of red brick. It has a clock from 1871.",
+        "The iron bridge was built in 1932 by the engineer Clara Vogel.",
+        "The railway station was closed in 1968. Today it houses a library.",
+    ]
+    answer = (
+        "The bridge was built in 1932 by Clara Vogel. The railway station was closed in 1968. Owls hunt mice at night."
+    )
+    question = "Who built the iron bridge?"
+    found = qkv.sources(model, passages, question, answer=answer, tokenizer=tokenizer, progress=False)
+    assert found.readers.fingerprint == weights_hash(model), "the heads of these weights come with qkv"
+    assert found.sentences["read"].tolist() == [1, 2, -1]
+    effects = found.table.pivot(index="sentence", columns="passage", values="hidden")
+    assert effects.to_numpy()[:2].argmax(1).tolist() == [1, 2]

@@ -16,7 +16,7 @@ import tyro
 
 import qkv
 from qkv._packages import explain, lab_is_missing
-from qkv.cli import ablate, evict, flow, generate, maps, profile, survey, view
+from qkv.cli import ablate, evict, flow, generate, maps, profile, sources, survey, view
 from qkv.cli.shared import discard_output
 from qkv.cli.terminal import Laps, remark, show_menu
 from qkv.errors import InputError, nearest
@@ -31,6 +31,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "map": maps.head_map,
     "view": view.view,
     "generate": generate.generate,
+    "sources": sources.sources,
 }
 
 OF_LAB = ("train", "experiment", "claims", "lab", "check")

@@ -294,6 +294,7 @@ MENU: dict[str, dict[str, str]] = {
     },
     "Find out what matters": {
         "qkv ablate": "remove one head after the other: how much the loss rises",
+        "qkv sources --passages *.txt …": "tell which passages a model read its answer from",
         "qkv evict": "evict keys from the cache: how much attention and loss it costs",
         "qkv survey minilm notes/": "profile a whole corpus, resumable, on many machines",
     },

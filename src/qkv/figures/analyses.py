@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import cycle
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,8 +25,10 @@ from qkv.figures.layout import (
     along,
     chart,
     charts,
+    drawable,
     head_map,
     head_maps,
+    heat,
     legend,
     map_sides,
     number_ticks,
@@ -35,9 +39,10 @@ from qkv.figures.layout import (
     titled,
     token_label,
     token_strip,
+    write_cells,
 )
 from qkv.profiler.data import tables
-from qkv.profiler.data.frames import counted, layers_and_heads, percent
+from qkv.profiler.data.frames import counted, layers_and_heads, percent, signed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
 
     from qkv.profiler.analyses.ablation import Ablation
     from qkv.profiler.analyses.eviction import Eviction
+    from qkv.profiler.analyses.sources import Sources
 
 
 PARTS = ("#b5493a", "#26748f", "#5b7f2b", "#b8860b", "#7c4a86")
@@ -269,6 +275,33 @@ def answer_figure(shares: xr.DataArray, names: Sequence[str], model: str) -> Fig
         axes.yaxis.set_major_formatter(PERCENT)
         axes.set_title(f"by {along_}", loc="left", fontsize=9, color=INK, pad=20)
     legend(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=5)
+    return figure
+
+
+def sources_figure(found: Sources) -> Figure:
+    """The share of each passage in each sentence of an answer, and beside it the effect of hiding the passage."""
+    table, sentences = found.table, found.sentences["text"]
+    panels = [("share", "Share of attention, heads that read passages", Normalize(0, 1), lambda x: f"{100 * x:.0f}")]
+    if "hidden" in table:
+        largest = max(1.0, float(table["hidden"].abs().max()))
+        nats = "Rise of the sentence's loss without it, nats"
+        panels.append(("hidden", nats, Normalize(-largest, largest), partial(signed, digits=1)))
+    names = [shorten(drawable(text), 44, placeholder=" …") for text in sentences]
+    cell = min(0.42, 4.2 / len(found.passages))
+    wide, tall, left = cell * len(found.passages), 0.42 * len(names), 3.1
+    read = int((found.sentences["read"] >= 0).sum())
+    title = f"{read} of {counted(len(names), 'sentence')} {'was' if read == 1 else 'were'} read from a passage"
+    step = max(wide, 3.2) + 0.9
+    width = left + step * len(panels)
+    figure = titled(width, 1.35 + tall, title, f"{found.model} · {shorten(found.question, 90, placeholder=' …')}")
+    for at, (column, label, norm, written) in enumerate(panels):
+        axes = place(figure, left + at * step, 0.95, wide, tall, label)
+        image = heat(axes, table.pivot(index="sentence", columns="passage", values=column).to_numpy(), norm)
+        write_cells(axes, image, written)
+        number_ticks(axes.xaxis, range(1, len(found.passages) + 1))
+        axes.set_yticks(range(len(names)), names if at == 0 else [""] * len(names), fontsize=8)
+        axes.set_xlabel("passage")
+        axes.tick_params(length=0, labelsize=8, colors=MUTED)
     return figure
 
 

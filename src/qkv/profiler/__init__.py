@@ -4,6 +4,7 @@ from qkv.profiler.analyses.ablation import Ablation, ablation
 from qkv.profiler.analyses.eviction import Eviction, eviction, needle
 from qkv.profiler.analyses.flow import rollout
 from qkv.profiler.analyses.mixing import mixing
+from qkv.profiler.analyses.sources import Readers, Sources, sources
 from qkv.profiler.comparison import Comparison, compare
 from qkv.profiler.corpora import default_text
 from qkv.profiler.editing import everywhere, head_outputs
@@ -21,6 +22,8 @@ __all__ = [
     "Eviction",
     "Explorer",
     "Profile",
+    "Readers",
+    "Sources",
     "Survey",
     "ablation",
     "attention_map",
@@ -33,6 +36,7 @@ __all__ = [
     "needle",
     "profile",
     "rollout",
+    "sources",
     "survey",
 ]
 __dir__ = __all__.copy

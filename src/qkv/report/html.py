@@ -1,4 +1,4 @@
-"""The report: a profile as one HTML file that needs no network, no server and no installation."""
+"""A profile, or the sources of an answer, as one HTML file that needs no network, no server and no installation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import hashlib
 import html
 import os
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qkv._files import write_atomically
 from qkv.report.payload import as_json, payload
 
 if TYPE_CHECKING:
+    from qkv.profiler.analyses.sources import Sources
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.profiles import Profile
 
@@ -39,22 +41,40 @@ def write_report(profile: Profile, path: str | os.PathLike[str], comparison: Com
 def render(profile: Profile, comparison: Comparison | None = None) -> str:
     """The page as a string."""
     page, blobs = payload(profile)
-    style = "\n".join(asset(name) for name in STYLES)
-    script = bundled("report.js")
-    parts = {
-        "title": html.escape(f"{profile.attrs.get('model', 'Model')} · attention profile"),
+    title = f"{profile.attrs.get('model', 'Model')} · attention profile"
+    kept = "\n".join(f'<script type="text/plain" id="{name}">{blob}</script>' for name, blob in blobs.items())
+    compared = "" if comparison is None else _compared(comparison)
+    return _page("report", STYLES, title, page, comparison=compared, blobs=kept)
+
+
+def write_sources(found: Sources, path: str | os.PathLike[str]) -> Path:
+    """Write the answer beside its passages as one self-contained HTML page, and return its path."""
+    target, title = Path(path), f"{found.model} · sources of an answer"
+    effects = (
+        "The effect of a passage is the rise of the sentence's loss without it: hidden from attention, or left out."
+    )
+    notes = [found.readers.described(), *([effects] if "hidden" in found.table else [])]
+    page = _page("sources", ("base.css", "report.css", "sources.css"), title, found.as_dict() | {"notes": notes})
+    write_atomically(target, page.encode("utf-8", "replace"))
+    return target
+
+
+def _page(name: str, styles: Sequence[str], title: str, page: dict[str, Any], **parts: str) -> str:
+    """The page `name`.html with its styles and its script, which alone may run; what it shows is embedded as data."""
+    style = "\n".join(asset(one) for one in styles)
+    script = bundled(f"{name}.js")
+    parts |= {
+        "title": html.escape(title),
         "policy": (
             f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data: blob:; "
             "base-uri 'none'; form-action 'none'"
         ),
-        "comparison": "" if comparison is None else _compared(comparison),
         "style": style,
         "script": script,
         "page": as_json(page).translate(UNSAFE),
-        "blobs": "\n".join(f'<script type="text/plain" id="{name}">{blob}</script>' for name, blob in blobs.items()),
     }
     # A single pass, so that inserted text is not searched for placeholders.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("report.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset(f"{name}.html"))
 
 
 def _compared(comparison: Comparison) -> str:

@@ -5,21 +5,24 @@ The query at the last token before a generated one chose it, so its row says wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import xarray as xr
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.masks import Predicate
 from qkv.models.loading import rendered_chat
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches
-from qkv.statistics.measure import in_shares, row_state, sweep
+from qkv.profiler.capture.record import weights_of
+from qkv.statistics.measure import rows_in_shares
+
+ROWS = 64
 
 
 def parts_of(ids: list[int], prompt: int, tokenizer: Any = None, question: str | None = None) -> dict[str, slice]:
@@ -36,13 +39,17 @@ def parts_of(ids: list[int], prompt: int, tokenizer: Any = None, question: str |
         first = text.rfind(question)
         if found["input_ids"] != ids[:prompt] or first < 0:
             raise InputError("question: the chat template changes it, so its tokens cannot be told from the others")
-        begins, ends = zip(*found["offset_mapping"], strict=True)
-        start = sum(end <= first for end in ends)
-        stop = sum(begin < first + len(question) for begin in begins)
+        asked = tokens_of_text(found["offset_mapping"], first, first + len(question))
+        start, stop = asked.start, asked.stop
         parts = {"first token": slice(0, 1), "system": slice(1, start)}
         parts |= {"question": slice(max(1, start), stop), "template": slice(stop, prompt)}
     parts["answer"] = slice(prompt, len(ids))
     return {name: part for name, part in parts.items() if part.stop > part.start}
+
+
+def tokens_of_text(offsets: list[tuple[int, int]], start: int, stop: int) -> slice:
+    """The tokens of the characters from `start` to `stop`, by the characters (first, last + 1) of each token."""
+    return slice(sum(end <= start for _, end in offsets), sum(begin < stop for begin, _ in offsets))
 
 
 def answer_shares(model: nn.Module, ids: Int[Tensor, " n"], parts: Mapping[str, slice], prompt: int) -> xr.DataArray:
@@ -60,17 +67,20 @@ def answer_shares(model: nn.Module, ids: Int[Tensor, " n"], parts: Mapping[str, 
     if not 0 < prompt < len(ids):
         raise InputError(f"prompt is {prompt} of {len(ids)} tokens, expected at least one before and one after it")
     [batch] = batches(model, ids, None, None)
-    masks = {name: Predicate(partial(_within, part)) for name, part in parts.items()}
     layers = []
     for observed in map(without_values, calls_of(model, batch)):
-        call = observed.call
-        found = in_shares(call, sweep(call, row_state(call, observed.lse), mass=masks), mass=masks).mass
-        rows = torch.stack([found[name][0, :, prompt - 1 : -1] for name in parts])
-        layers.append((observed.layer, rows.double().cpu()))
+        rows = part_shares(observed.call, slice(prompt - 1, len(ids) - 1), parts.values())
+        layers.append((observed.layer, rows[0].movedim(-1, 0).double().cpu()))
     shares = torch.stack([rows for _, rows in layers], 1)
     coords = {"part": list(parts), "layer": [layer for layer, _ in layers], "token": range(prompt, len(ids))}
     return xr.DataArray(shares.numpy(), coords, ("part", "layer", "head", "token"))
 
 
-def _within(part: slice, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return (k >= part.start) & (k < part.stop)
+def part_shares(call: Call, rows: slice, parts: Collection[slice]) -> Float[Tensor, "b h rows parts"]:
+    """The shares of parts of the keys in some rows of a call; the weights of `ROWS` rows are formed at a time."""
+    call, shares = replace(call, values=None), []
+    for start in range(rows.start, rows.stop, ROWS):
+        some = call.part(slice(start, min(start + ROWS, rows.stop)), slice(0, call.k.shape[2]))
+        weights = rows_in_shares(weights_of(some), call.normalizer)
+        shares.append(torch.stack([weights[..., part].sum(-1) for part in parts], -1))
+    return torch.cat(shares, 2)
