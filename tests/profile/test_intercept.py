@@ -216,7 +216,7 @@ def test_models_without_attention_and_nan_scores_are_named() -> None:
 
 @pytest.mark.slow
 def test_sdpa_profile_needs_linear_memory() -> None:
-    n = 2048
+    n = 4096
     model = Model(SelfAttention("sdpa")).eval()
     ids = torch.zeros(1, n, dtype=torch.long)
     model.embedding.weight.data.normal_(generator=torch.Generator().manual_seed(1))

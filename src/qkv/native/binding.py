@@ -249,8 +249,8 @@ def products(q: Tensor, k: Tensor, v: Tensor, levels: Mapping[int, Sequence[torc
     """Return the dtype of a call in the library: that of q, k and v if they have one that the processor multiplies."""
     if q.dtype == torch.float32 or k.dtype != q.dtype or v.dtype != q.dtype:
         return torch.float32
-    many = not _in_place(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    multiplied = levels.get(library().qkv_level(), ())  # type: ignore[union-attr]
+    many, compiled = not _in_place(q.shape[1], k.shape[1], q.shape[2], k.shape[2]), library()
+    multiplied = () if isinstance(compiled, str) else levels.get(compiled.qkv_level(), ())
     return q.dtype if many and q.dtype in multiplied else torch.float32
 
 
@@ -595,12 +595,12 @@ def thumbnail(weights: Float[Tensor, "b h nq nk"], bins: int) -> Thumbnail:
     size = bin_size(n_queries, bins), bin_size(n_keys, bins)
     if size == (1, 1) or not _reduces(weights):
         return Thumbnail.of_weights(weights, bins)
-    pooled = empty(2, b, h, -(-n_queries // size[0]), -(-n_keys // size[1]))
+    most, mean = (empty(b, h, -(-n_queries // size[0]), -(-n_keys // size[1])) for _ in range(2))
     _reduce("pool", Pool(
-        weights.data_ptr(), b * h, n_queries, n_keys, *size, pooled[0].data_ptr(), pooled[1].data_ptr(),
+        weights.data_ptr(), b * h, n_queries, n_keys, *size, most.data_ptr(), mean.data_ptr(),
         _threads(weights.numel()),
     ))  # fmt: skip
-    return Thumbnail(pooled[0], pooled[1], *size)
+    return Thumbnail(most, mean, *size)
 
 
 def leading_shares(matrices: Float[Tensor, "*b n n"], few: int) -> Float[Tensor, "*b few"]:

@@ -190,7 +190,7 @@ class Statistic(Definition):
 
 def validated(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
     """Return the statistics as a tuple; `InputError` unless all are complete and have different names."""
-    if isinstance(statistics, Statistic):
+    if not isinstance(statistics, Iterable):
         name = type(statistics).__name__
         raise InputError(f"statistics is one {name} object, expected a sequence of statistics: [{name}(…)]")
     statistics = tuple(statistics)

@@ -13,7 +13,7 @@ ReLU attention have any sum, and are divided by it. A row that sums to 0 gives n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -302,11 +302,9 @@ def checked(
         raise InputError(f"bins is {bins}, expected at least 1, or None")
     if bins is not None and shared is not None:
         raise InputError(f"bins is {bins} with a group, expected None: a bin of a thumbnail may span processes")
-    if not isinstance(statistics, Statistic):  # one alone is refused below
-        statistics = tuple(statistics)
-        extremes = extremes or any(isinstance(x, Extremes) for x in statistics)
-        statistics = [x for x in statistics if not isinstance(x, Extremes)]
-    own = validated(statistics)
+    asked = tuple(statistics) if isinstance(statistics, Iterable) else validated(statistics)  # which refuses one alone
+    own = validated(x for x in asked if not isinstance(x, Extremes))
+    extremes = extremes or any(isinstance(x, Extremes) for x in asked)
     prefix_keys = next((x.length for x in own if isinstance(x, PrefixSinkScores)), None)
     own = tuple(x for x in own if not isinstance(x, PrefixSinkScores))
     if own and shared is not None:
