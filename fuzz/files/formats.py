@@ -51,7 +51,7 @@ def _resume(folder: Path) -> Any:
 
 
 def _ablation(folder: Path) -> Any:
-    return ablation._read(folder / "ablation.jsonl", "heads:0")
+    return ablation.Kept(folder / ablation.PROGRESS, ("key", "layer", "head"), "nats").rows
 
 
 MODEL = ("config.json", "model.safetensors")

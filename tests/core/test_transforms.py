@@ -148,7 +148,6 @@ def test_autocast_gives_one_dtype_to_every_composition(name: str, n: int) -> Non
 CPU = torch.device("cpu")
 CACHED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "numbers on a device": (host._on_device, ((3, 1), CPU)),
-    "no keys": (host._zeros, (5, CPU)),
     "chosen keys": (built_in._chosen, ((0, 2), 5)),
     "drawn keys": (built_in._draw, (2, 0, None, 9)),
     "drawn keys besides a mask": (built_in._draw, (2, 0, Causal(), 9)),

@@ -609,7 +609,7 @@ def leading_shares(matrices: Float[Tensor, "*b n n"], few: int) -> Float[Tensor,
     They are in descending order; 0 if there are fewer or a matrix is 0, and NaN if one is not finite. The library finds
     them by Householder reflections and bisection, with rounding errors like those of `torch.linalg.eigvalsh`.
 
-    >>> leading_shares(torch.diag(torch.tensor([0.0, 3.0, 1.0])), 2).tolist()
+    >>> [round(x, 6) for x in leading_shares(torch.diag(torch.tensor([0.0, 3.0, 1.0])), 2).tolist()]
     [0.75, 0.25]
     """
     if _reduces(matrices) and few <= MOST_EIGENVALUES:

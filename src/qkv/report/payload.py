@@ -137,7 +137,7 @@ def _piece(token: str) -> str:
 
 
 def turns(tokens: list[str]) -> list[tuple[int, int, int, str]]:
-    """The turns of a chat, (first token, first token of the words, token after the words, role); none of another text.
+    r"""The turns of a chat, (first token, first token of the words, token after the words, role); none of another text.
 
     A turn begins with a token of the template that is a role, or that is followed by one and a line break or another
     such token, as in the templates of ChatML, Llama 3, Gemma and Phi; its words end before the next such token.

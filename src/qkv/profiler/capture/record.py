@@ -246,9 +246,13 @@ class Recorder:
 
 def refuse_nan(module: str, statistics: Statistics) -> None:
     """Raise `InputError` if some are NaN. This waits for a card; a `Recorder` copies those of all layers first."""
-    for what, x in (("scores", statistics.lse), ("weights", statistics.received)):
-        if x is not None and bool(x.isnan().any()):
-            raise nan_error(module, what)
+    weights = statistics.received.isnan().any(-1)
+    if statistics.lse is not None:
+        lost = statistics.lse.isnan()  # of all queries, if an edit gave the head a normalizer without a log-sum-exp
+        if bool((lost.any(-1) & (weights | ~lost.all(-1))).any()):
+            raise nan_error(module, "scores")
+    if bool(weights.any()):
+        raise nan_error(module, "weights")
 
 
 @lru_cache(maxsize=8)
