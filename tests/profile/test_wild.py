@@ -7,6 +7,7 @@ images, edits that speak of positions, masks of finite numbers, texts of padding
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import threading
 from collections.abc import Callable
@@ -535,6 +536,24 @@ def test_models_with_a_bias_by_position_generate_in_every_way(options: dict[str,
     got = watched.profile()
     inputs = {"input_ids": ids, "decoder_input_ids": tokens(got, "decoder")}
     same(got, qkv.profile(t5, inputs, probe=False, progress=False), but=OF_WHOLE_FORWARDS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["wraps the unbound method", "takes any arguments", "partial"])
+def test_a_wrapper_in_place_of_forward_changes_what_a_profile_reads(kind: str) -> None:
+    """As nnsight, decorators and accelerate put on the object."""
+    model, plain = causal_lm(), whole(causal_lm(), IDS)
+    own, bound = type(model).forward, model.forward
+
+    def forward(*args: Any, **named: Any) -> Any:
+        return bound(*args, **named)
+
+    unbound, partial = functools.wraps(own)(forward), functools.partial(own, model)
+    model.forward = {"wraps the unbound method": unbound, "takes any arguments": forward, "partial": partial}[kind]
+    same(whole(model, IDS), plain, but=set())
+    with qkv.watch(model) as watched:
+        model(IDS, use_cache=False)
+    same(watched.profile(), plain, but=set())
 
 
 @torch.no_grad()

@@ -126,7 +126,7 @@ def arguments_of(
     """The arguments of a module's forward by name, those of ``**kwargs`` among them."""
     if not isinstance(module, nn.Module):  # a method that counts as a forward
         return dict(named)
-    signature = inspect.signature(module.forward)
+    signature = signature_of(module)
     found = dict(signature.bind_partial(*args, **named).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -310,8 +310,19 @@ def positions(model: nn.Module) -> int | None:
     return limit
 
 
+def signature_of(model: nn.Module) -> inspect.Signature:
+    """The signature of a model's forward; that of its class where a wrapper on the object hides it, as nnsight's does.
+
+    Such a wrapper takes ``*args, **kwargs``, or says that it takes the parameters of the unbound method.
+    """
+    found = inspect.signature(model.forward)
+    named = [p.name for p in found.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    hidden = "forward" in vars(model) and named[:1] in ([], ["self"])
+    return inspect.signature(type(model).forward.__get__(model)) if hidden else found
+
+
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(model.forward).parameters
+    return signature_of(model).parameters
 
 
 def stack_of(names: Sequence[str]) -> str | None:

@@ -7,7 +7,6 @@ the calls.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 from collections import Counter
@@ -27,7 +26,16 @@ from qkv._survey_settings import Settings, takes_settings
 from qkv.engine import Call, Result
 from qkv.errors import InputError
 from qkv.models.loading import load_if_named
-from qkv.profiler.capture.inputs import Special, batches, positions, sequences_of, special_ids, token_texts, tokens_of
+from qkv.profiler.capture.inputs import (
+    Special,
+    batches,
+    positions,
+    sequences_of,
+    signature_of,
+    special_ids,
+    token_texts,
+    tokens_of,
+)
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer, unobserved
 from qkv.profiler.capture.probes import weights_hash
@@ -158,7 +166,7 @@ class Surveyor:
         self.special = Special.of(tokenizer)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.kinds = _kinds(tokenizer, self.definition["vocabulary"], special_ids(model, tokenizer)).to(self.device)
-        parameters = inspect.signature(model.forward).parameters
+        parameters = signature_of(model).parameters
         masked = "attention_mask" in parameters or type(model).__module__.startswith("transformers.")
         self.pad = (getattr(tokenizer, "pad_token_id", None) or 0) if masked else None
         self.two = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
