@@ -260,6 +260,28 @@ def test_joined_concatenates_runs() -> None:
     assert not by_stack(runs), "they have other numbers of depths"
 
 
+def test_layers_of_a_pyramid_are_left_out_and_channels_are_not_tokens() -> None:
+    class Block(nn.Module):
+        def __init__(self, stride: int) -> None:
+            super().__init__()
+            self.conv, self.attention = nn.Conv2d(6, 6, stride, stride=stride), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x)
+
+    def norms(*strides: int) -> dict[str, Any]:
+        model, residuals = nn.ModuleDict({"blocks": nn.Sequential(*map(Block, strides))}), Residuals()
+        names = [f"blocks.{i}.attention" for i in range(len(strides))]
+        with observe_residual(model, names, residuals.record):
+            model["blocks"](image)
+        return {name: data["norm"].values for name, data in by_stack([residuals]).items()}
+
+    image = rand(2, 6, 4, 8, dtype=torch.float32)
+    np.testing.assert_allclose(norms(1, 1)["blocks"][:, 0], image.norm(dim=1).flatten(1), rtol=1e-6)
+    with pytest.warns(UserWarning, match="blocks are left out: its layers have 8, 32 tokens"):
+        assert norms(1, 2) == {}
+
+
 def test_decoder_stacks_use_the_target_mask() -> None:
     source, target = torch.tensor([[True, True, False]]), torch.tensor([[True, False, False]])
     residuals, x = Residuals({3: source}, {3: target}), rand(1, 3, 5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from qkv._packages import user_frame
 from qkv.engine import at_least_float32, on_card
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
@@ -151,23 +153,37 @@ class _Stream:
             self.entered.clear()
         self.entered.add(layer)
         if self.depth < 0 and hidden is not None:
-            self._report(hidden)
+            self._report(layer, hidden)
 
     def leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         hidden = _hidden((output,) if isinstance(output, Tensor) else tuple(output or ()))
         if hidden is not None:
-            self._report(hidden)
+            self._report(layer, hidden)
         self.last = hidden
 
-    def _report(self, hidden: Tensor) -> None:
+    def _report(self, layer: nn.Module, hidden: Tensor) -> None:
         self.depth += 1
         stack = self.stack if self.run == 1 else f"{self.stack}-{self.run}"
-        self.on_hidden(stack, self.depth, _by_token(hidden.detach()))
+        hidden = hidden.detach()
+        if hidden.ndim == 4 and hidden.shape[1] in _channels(layer):  # an image (b, d, height, width)
+            hidden = hidden.movedim(1, -1)
+        self.on_hidden(stack, self.depth, _by_token(hidden))
 
 
 def _hidden(values: Sequence[object]) -> Tensor | None:
     """The first value that can be hidden states."""
     return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2), None)
+
+
+def _channels(layer: nn.Module) -> set[int]:
+    """Sizes of the second dimension of images that the modules of a layer read or return."""
+    found = set[int]()
+    for module in layer.modules():
+        if isinstance(module, nn.Conv2d):
+            found |= {module.in_channels, module.out_channels}
+        elif isinstance(module, nn.GroupNorm):
+            found.add(module.num_channels)
+    return found
 
 
 def _by_token(hidden: Tensor) -> Tensor:
@@ -235,7 +251,8 @@ class Residuals:
 def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
     """A data set for every stack that all runs have with the same number of depths, with the runs along `text`.
 
-    It has the variables of `VARIABLES`, each with its ``units`` and ``definition``. A text's real tokens are at the
+    A stack whose layers have different numbers of tokens, as in a pyramid of images, is left out, with a warning. It
+    has the variables of `VARIABLES`, each with its ``units`` and ``definition``. A text's real tokens are at the
     start of `token`; after its ``n_tokens`` norms are NaN.
     """
     found = {}
@@ -249,6 +266,13 @@ def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
         parts = [run.stacks.get(stack, []) for run in runs]
         if len({len(states) for states in parts}) == 1:
             texts = [list(depths) for states in parts for depths in zip(*states, strict=True)]
+            tokens = sorted({state["norm"].shape[1] for text in texts[:1] for state in text})
+            if len(tokens) > 1:
+                sizes = ", ".join(map(str, tokens))
+                warnings.warn(
+                    f"hidden states of {stack} are left out: its layers have {sizes} tokens", stacklevel=user_frame()
+                )
+                continue
             found[re.sub(r"[^A-Za-z0-9_-]", "-", stack)] = _dataset(stack, texts)
     return found
 
