@@ -358,13 +358,21 @@ class Tile:
         level = rows.level[self.at][..., None]
         # exp(score − ∞) = 0 gives fully masked queries zero weights. (Finite, because 0 · ∞ is NaN.)
         level = level.masked_fill(level == -torch.inf, -MASKED_SCORE)
-        scores = self.scores()
-        if masked is not None:
-            scores.masked_fill_(masked, -torch.inf)
-        if extremes is not None:
-            extremes.add(self, scores)
-        # In base 2, because torch's exp is MKL's, which on some processors is several times slower.
-        log2 = scores.sub_(level).mul_(LOG2_E).clamp_(min=MASKED_SCORE)
+        if self.linear and self.call.sink is None:
+            # In base 2, because torch's exp is MKL's, which on some processors is several times slower.
+            q, k = self._factors()
+            log2 = torch.baddbmm(level.reshape(len(q), -1, 1), q, k, beta=-LOG2_E, alpha=LOG2_E).view(self.shape)
+            if masked is not None:
+                log2.masked_fill_(masked, MASKED_SCORE)
+            if extremes is not None:
+                extremes.add(self, log2, 1 / LOG2_E, level[..., 0])
+        else:  # the level may be far above all scores if a sink is in it
+            scores = self.scores()
+            if masked is not None:
+                scores.masked_fill_(masked, -torch.inf)
+            if extremes is not None:
+                extremes.add(self, scores)
+            log2 = scores.sub_(level).mul_(LOG2_E).clamp_(min=MASKED_SCORE)  # a bias may also mask pairs, with −inf
         return torch.exp2(log2), log2
 
     def _weights_by_definition(self, rows: RowState, masked: Tensor | None, extremes: Extremes | None) -> Scores:
@@ -372,7 +380,7 @@ class Tile:
         call, normalizer, scores = self.call, self.call.normalizer, self.masked_scores()
         if extremes is not None:
             shift = self.part("shift")
-            extremes.add(self, scores, 0.0 if shift is None else -shift)
+            extremes.add(self, scores, 1.0, 0.0 if shift is None else -shift)
         if rows.chosen is not None:
             keys = call.grid.columns(self.columns.start, self.columns.stop)
             weights = (keys == rows.chosen[self.at][..., None]).to(self.dtype)
@@ -413,18 +421,18 @@ class Extremes:
         smallest, key = (None if x is None else x[:, :, rows] for x in (self.smallest, self.key))
         return Extremes(self.largest[:, :, rows], smallest, key, corner)
 
-    def add(self, tile: Tile, x: Scores, more: PerRow | float = 0.0) -> None:
-        """Add the scores x + `more` of a tile; x is −∞ at masked pairs."""
+    def add(self, tile: Tile, x: Scores, factor: float = 1.0, more: Tensor | float = 0.0) -> None:
+        """Add the scores `factor` · x + `more` of a tile; x is −1e30 or −∞ at masked pairs."""
         at = tile.at
         top, key = (x.amax(-1), None) if self.key is None else x.max(-1)
-        largest = top + more
+        largest = (top * factor + more).masked_fill(top <= MASKED_SCORE / 2, -torch.inf)
         if self.key is not None and key is not None:
             key, before = key + (tile.columns.start + self.corner), self.largest[at]
             better = (largest > before) | ((largest == before) & (key < self.key[at]))
             self.key[at] = torch.where(better, key, self.key[at])
         if self.smallest is not None:
-            visible = x.masked_fill(x == -torch.inf, torch.inf)
-            self.smallest[at] = torch.minimum(self.smallest[at], visible.amin(-1) + more)
+            visible = x.masked_fill(x <= MASKED_SCORE / 2, torch.inf)
+            self.smallest[at] = torch.minimum(self.smallest[at], visible.amin(-1) * factor + more)
         self.largest[at] = torch.maximum(self.largest[at], largest)
 
 

@@ -6,7 +6,6 @@ The built-in ones are rows of a table: their definition in words and as a functi
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -43,16 +42,15 @@ class WeightTile:
     grid: Grid
     visible: Bool[Tensor, "#b #h q k"] | None
     """True where a query may attend; None if no pair is masked."""
-    log2: Float[Tensor, "b h q k"] | None = None
-    """Logarithms of the weights to base 2, where they are known."""
+    log: Float[Tensor, "b h q k"] | None = None
     first: int = 0
     """The first key of the text; keys before it are padding (`first` of `measure`)."""
 
     @cached_property
     def log_weights(self) -> Float[Tensor, "b h q k"]:
         """Natural logarithms of the weights; −1e30 for a weight of 0, so that weight · logarithm is 0."""
-        if self.log2 is not None:
-            return self.log2 * math.log(2)
+        if self.log is not None:
+            return self.log
         return torch.where(self.weights > 0, self.weights.log(), LOG_OF_ZERO)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -110,15 +111,15 @@ class StatisticsReducer:
                 f"measure: normalizer {type(tile.call.user.normalizer).__name__} gives negative weights "
                 "with these scores, which have no entropy; expected weights of 0 or more"
             )
-        self.add(tile, weights, log2)
+        self.add(tile, weights, None if log2 is None else log2 * math.log(2))
 
-    def add(self, tile: Tile, weights: Tensor, log2: Tensor | None) -> None:
-        """Add a tile of final weights, and their logarithms to base 2, to all statistics."""
+    def add(self, tile: Tile, weights: Tensor, log: Tensor | None) -> None:
+        """Add a tile of final weights, and their natural logarithms, to all statistics."""
         batch, heads, rows = tile.at
         masked = tile.masked_for(self.request.queries)
         region = tile.region.moved(*self.corner, self.grid.offset)
         seen = WeightTile(
-            weights, region, self.grid, None if masked is None else ~masked, log2, self.request.firsts[batch.start]
+            weights, region, self.grid, None if masked is None else ~masked, log, self.request.firsts[batch.start]
         )
         for name, s in self.statistics.items():
             total = self.totals[name][..., batch, heads, rows if s.over == "query" else tile.columns]

@@ -351,7 +351,7 @@ def _added(s: Statistic, case: _Case, region: Region, *, log: bool = False) -> T
     if case.visible is not None:
         tensors.append(region.of(case.visible))
     if log:
-        tensors.append(torch.where(tensors[0] > 0, tensors[0].log2(), -1e30))
+        tensors.append(torch.where(tensors[0] > 0, tensors[0].log(), -1e30))
     result: Tensor = without_writing(s, "tile", added, *tensors)
     forbid(s, "tile", result.isnan(), result, f"a number, also for queries without visible keys, in {case}")
     return result
