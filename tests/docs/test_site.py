@@ -27,7 +27,7 @@ MACHINERY = {"EMPTY", "FULL", "PARTIAL", "And", "Or", "Not", "Grid", "Region", "
 
 def test_public_names_have_a_docstring_and_an_example() -> None:
     """Without: exceptions, exercises, courses, objects that users do not create, and what needs processes or a hub."""
-    not_created = {"Trained", "Explorer", "Call", "Result", "Held", "Readers", "Sources"}
+    not_created = {"Trained", "Explorer", "Call", "Result", "Held", "Readers"}
     without = {"Diverged", "Interrupted", "register", "positions", "unshard"} | not_created
     for module in public_names.MODULES:
         for name, thing in public_names.public(module).items():
