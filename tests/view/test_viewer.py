@@ -167,6 +167,7 @@ def test_page_waits_for_a_profile_and_reports_a_failure(tab: Opens) -> None:
         one.arrives("text", layer=1, head=2)  # as in the address at first
         one.follow(f"{url}#/overview?source=1")
         expect(one.page.locator(".waiting p").first).to_contain_text("the text is empty")
+        one.page.close()  # it asks how far the session is, also after the server has stopped
 
 
 def test_security_policy_blocks_other_hosts(view: Opens) -> None:
