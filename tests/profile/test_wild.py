@@ -391,6 +391,25 @@ def test_returned_beams_are_texts_of_the_profile(name: str) -> None:
             np.testing.assert_allclose(mine, want, atol=2e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("returned", [1, 2])
+def test_beams_of_ids_without_the_first_tokens_are_texts_of_the_profile(returned: int) -> None:
+    """Whisper leaves out the tokens that it begins with."""
+    torch.manual_seed(0)
+    config = hf_zoo.build("whisper").config
+    config.init_std = 0.5  # else all beams repeat one token
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    sound = torch.randn(2, 16, 64)
+    with qkv.watch(model) as watched:
+        out = model.generate(sound, num_beams=3, num_return_sequences=returned, max_new_tokens=6)
+    got = watched.profile()
+    start = torch.full((len(out), 1), config.decoder_start_token_id)
+    inputs = {"input_features": sound.repeat_interleave(returned, 0), "decoder_input_ids": torch.cat([start, out], 1)}
+    want = qkv.profile(model, inputs, probe=False, progress=False).groups["decoder"]["entropy"].values[..., :6]
+    entropy = got.groups["decoder"]["entropy"].values[got.attrs["returned"]]
+    np.testing.assert_allclose(entropy[..., :6], want, atol=1e-3)
+
+
 @pytest.mark.parametrize("beams", [1, 2])
 def test_forwards_besides_a_generation_are_not_what_it_returned(beams: int) -> None:
     model, outs = causal_lm(), list[Tensor]()

@@ -18,7 +18,7 @@ import qkv
 from qkv._packages import explain, lab_is_missing
 from qkv.cli import ablate, evict, flow, generate, maps, profile, sources, survey, view
 from qkv.cli.shared import discard_output
-from qkv.cli.terminal import Laps, remark, show_menu
+from qkv.cli.terminal import Laps, forget_remarks, show_menu
 from qkv.errors import InputError, nearest
 from qkv.native import described
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         Laps.began = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    remark(None)
+    forget_remarks()
     if arguments == ["--version"]:
         print(f"qkv {qkv.__version__}\n{described()}")
         return 0

@@ -33,12 +33,14 @@ HEADS = 32  # the largest number of heads in a layer whose grid is drawn
 _REMARKS: list[str] = []
 
 
-def remark(text: str | None) -> None:
-    """A sentence for standard error before the first result, so that bad input has one sentence; None forgets all."""
-    if text is None:
-        _REMARKS.clear()
-    else:
-        _REMARKS.append(text)
+def remark(text: str) -> None:
+    """A sentence for standard error before the first result, so that bad input has one sentence."""
+    _REMARKS.append(text)
+
+
+def forget_remarks() -> None:
+    """Drop the remarks of a command that was refused in this process."""
+    _REMARKS.clear()
 
 
 def _print_remarks() -> None:

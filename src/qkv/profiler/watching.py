@@ -141,7 +141,10 @@ def _labelled(data: xr.Dataset, returned: list[int]) -> xr.Dataset:
     return data.assign_coords(text=np.array(names, object))
 
 
-def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int]) -> Iterator[tuple[Sequence, int]]:
+Returned = list[tuple[Sequence, int]]
+
+
+def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int], *, beams: bool) -> Returned:
     """`generate` has returned token ids: find the texts in which they were read, all but the last token of each.
 
     Args:
@@ -149,8 +152,31 @@ def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int
         texts: gets a copy of a text as it was, where the model has read on.
         sequences: what was read meanwhile, also by other threads and by functions that call the model besides.
         pad: ids of tokens that may be padding.
+        beams: whether the batch items may be in another order than what was returned.
     """
-    ids, copies, found = ids.cpu(), dict[tuple[int, int, int], Sequence](), False
+    ids = ids.cpu()
+    found, copies = _found(ids, sequences, pad)
+    read = sequences[0].ids() if len(sequences) == 1 and not found else None
+    if read is not None:  # it may leave out the first tokens, as Whisper's does
+        items = torch.arange(len(ids)) * len(read) // len(ids)
+        for n in range(read.shape[1] - ids.shape[1] + 1, 0, -1):
+            begun = torch.cat([read[items, :n].to(ids), ids], 1)
+            again = _found(begun, sequences, pad)
+            if len(again[0]) == len(ids):
+                found, copies = again
+                break
+    texts.sequences.extend(copies)
+    if not found and len(sequences) == 1:  # it has returned other ids than were read
+        if beams:
+            texts.unrecorded["order of the returned texts"] = "which beams they are cannot be told from their tokens"
+        else:
+            found = [(sequences[0], i) for i in range(min(len(ids), sequences[0].items))]
+    return found
+
+
+def _found(ids: Tensor, sequences: list[Sequence], pad: set[int]) -> tuple[Returned, list[Sequence]]:
+    """The texts in which rows of ids were read, and those of them that are copies as of an earlier time."""
+    copies, found = dict[tuple[int, int, int], Sequence](), Returned()
     for number, row in enumerate(ids):
         n = len(row)
         while n > 1 and int(row[n - 1]) in pad and int(row[n - 2]) in pad:
@@ -161,20 +187,17 @@ def _returned(ids: Tensor, texts: Texts, sequences: list[Sequence], pad: set[int
             item = _item(sequence, sequence.ids(place), row_read, number, len(ids))
             if item is None:
                 continue
-            found = True
             now = _item(sequence, sequence.ids(), row_read, number, len(ids))
             if now is not None:
-                yield sequence, now
+                found.append((sequence, now))
                 break
             key = id(sequence), length, item
             if key not in copies and (copy := sequence.as_of(place, item)) is not None:
                 copies[key] = copy
-                texts.sequences.append(copy)
             if key in copies:
-                yield copies[key], 0
+                found.append((copies[key], 0))
             break
-    if not found and len(sequences) == 1:  # it has returned other ids than were read
-        yield from ((sequences[0], i) for i in range(min(len(ids), sequences[0].items)))
+    return found, [*copies.values()]
 
 
 def _item(sequence: Sequence, read: Tensor | None, row: Tensor, number: int, rows: int) -> int | None:
@@ -262,7 +285,8 @@ def _generating(model: nn.Module, texts: Texts, returned: list[tuple[Sequence, i
             pad, ends = (named.get(name, getattr(config, name)) for name in ("pad_token_id", "eos_token_id"))
             padding = {x for x in (pad, *(ends if isinstance(ends, list) else [ends])) if x is not None}
             read = [s for s in texts.sequences if s.reads != before.get(id(s))]
-            returned.extend(_returned(ids, texts, read, padding))
+            beams = (named.get("num_beams") or config.num_beams or 1) > 1
+            returned.extend(_returned(ids, texts, read, padding, beams=beams))
         return made
 
     return overridden(model, {"generate": generate})

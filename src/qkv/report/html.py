@@ -74,7 +74,7 @@ def _page(name: str, styles: Sequence[str], title: str, page: dict[str, Any], **
         "page": as_json(page).translate(UNSAFE),
     }
     # A single pass, so that inserted text is not searched for placeholders.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset(f"{name}.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("head.html") + asset(f"{name}.html"))
 
 
 def _compared(comparison: Comparison) -> str:

@@ -136,7 +136,8 @@ def eviction(
         run: also run the model, to measure its loss.
         counted: positions of the tokens whose loss counts; all but the first of each text if None.
         tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
-        folder: keeps what is finished in ``eviction.jsonl``, so that an interrupted run resumes.
+        folder: keeps what is finished in ``eviction.jsonl``, so that an interrupted run resumes, if all policies are
+            given by name.
         name: name of the model, kept in the attributes.
         progress: show a progress bar while it runs, if standard error is a terminal.
 
@@ -158,6 +159,8 @@ def eviction(
     lengths = [ids.shape[1] for ids in texts for _ in ids]
     if counted is not None and (not counted or min(counted) < 1 or max(counted) >= min(lengths)):
         raise InputError(f"counted is {sorted(counted)}, expected positions from 1 to {min(lengths) - 1}")
+    if folder is not None and not all(isinstance(one, str) for one in policies):
+        folder = None  # the code of one's own class may change between two runs
     kept = Kept(None if folder is None else Path(folder) / PROGRESS, ("key", "policy", "budget", "part"), "value")
     begin = "" if folder is None else f"{weights_hash(model)}:{first}:{None if counted is None else sorted(counted)}:"
     lost: dict[tuple[str, int, int], Tensor] = {}
