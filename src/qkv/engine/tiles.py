@@ -345,7 +345,7 @@ class Tile:
         return torch.bmm(folded, self.v).view(*weights.shape[:3], -1)
 
     def weights(
-        self, rows: RowState, queries: Bool[Tensor, "b nq"] | None = None, extremes: Extremes | None = None
+        self, rows: RowState, queries: Bool[Tensor, "b nq"] | None = None, extremes: RunningExtremes | None = None
     ) -> tuple[Scores, Scores | None]:
         """Return final weights, given the state of all rows; and log2 of them for softmax, else None.
 
@@ -375,7 +375,7 @@ class Tile:
             log2 = scores.sub_(level).mul_(LOG2_E).clamp_(min=MASKED_SCORE)  # a bias may also mask pairs, with −inf
         return torch.exp2(log2), log2
 
-    def _weights_by_definition(self, rows: RowState, masked: Tensor | None, extremes: Extremes | None) -> Scores:
+    def _weights_by_definition(self, rows: RowState, masked: Tensor | None, extremes: RunningExtremes | None) -> Scores:
         """Return the final weights of any normalizer, by its definition."""
         call, normalizer, scores = self.call, self.call.normalizer, self.masked_scores()
         if extremes is not None:
@@ -397,7 +397,7 @@ class Tile:
 
 
 @dataclass(eq=False)
-class Extremes:
+class RunningExtremes:
     """The largest score of each query (b, h, nq); and the smallest, and the first key with the largest, if wanted.
 
     Masked pairs do not count, also those that a bias of −∞ masks. Without others, the scores are −∞ and ∞, and the key
@@ -411,15 +411,15 @@ class Extremes:
     """The number of the first key of the call."""
 
     @classmethod
-    def of(cls, call: Call, *, whole: bool) -> Extremes:
+    def of(cls, call: Call, *, whole: bool) -> RunningExtremes:
         """Return those of no scores."""
         largest = call.q.new_full(call.q.shape[:3], -torch.inf, dtype=at_least_float32(call.q.dtype))
         return cls(largest, *((-largest, torch.full_like(largest, -1, dtype=torch.long)) if whole else (None, None)))
 
-    def part(self, rows: slice, corner: int) -> Extremes:
+    def part(self, rows: slice, corner: int) -> RunningExtremes:
         """Return those of some queries, as views, for keys from `corner` on."""
         smallest, key = (None if x is None else x[:, :, rows] for x in (self.smallest, self.key))
-        return Extremes(self.largest[:, :, rows], smallest, key, corner)
+        return RunningExtremes(self.largest[:, :, rows], smallest, key, corner)
 
     def add(self, tile: Tile, x: Scores, factor: float = 1.0, more: Tensor | float = 0.0) -> None:
         """Add the scores `factor` · x + `more` of a tile; x is −1e30 or −∞ at masked pairs."""

@@ -22,7 +22,7 @@ from qkv.kernels import opaque
 from qkv.masks import Dense, Mask
 from qkv.native import binding
 from qkv.native.kernel import statistics_gradients
-from qkv.statistics.base import FIELDS, Mass, WeightTile
+from qkv.statistics.base import FIELDS, Extremes, Mass, WeightTile
 from qkv.statistics.result import Statistics
 
 DIFFERENTIABLE = (
@@ -71,7 +71,7 @@ def with_gradients(
         call = call.with_tensors({name: x.detach() for name, x in call.tensors().items() if name in UNTRACKED})
     by_library = call.needs_grad and binding.unsupported_reason(call) is None  # whose backward needs the argmax
     result, rows, statistics = measure_call(
-        call, output=output, mass=masks, first=first, queries=queries, extremes=by_library
+        call, output=output, mass=masks, first=first, queries=queries, statistics=[Extremes()] if by_library else []
     )
     if not call.needs_grad:
         return result, statistics

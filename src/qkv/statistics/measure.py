@@ -178,8 +178,8 @@ def measured(
     """Return the result of a call, if the `output` is wanted, its row state and statistics; in one pass if possible.
 
     `rows` is the row state, if it is known; one pass computes it again. `shared` is the whole call, if `call` is this
-    process's shard of one that a group makes together. `options` are `mass`, `first`, `queries`, `bins`, `statistics`
-    and `extremes` of `measure`, and `value_norms` (b, h, nk), the norm of each value, for `first_contribution`.
+    process's shard of one that a group makes together. `options` are `mass`, `first`, `queries`, `bins` and
+    `statistics` of `measure`, and `value_norms` (b, h, nk), the norm of each value, for `first_contribution`.
     """
     call = detached(call)
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
@@ -285,7 +285,7 @@ def checked(
     call: Call, grid: Grid, *, mass: Mapping[str, Mask] | None = None, first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None, bins: int | None = None,
     statistics: Sequence[Statistic | Extremes] = (), value_norms: Float[Tensor, "b h nk"] | None = None,
-    shared: Shared | None = None, extremes: bool = False,
+    shared: Shared | None = None,
 ) -> Request:  # fmt: skip
     """Return the options of `measure`, checked."""
     mass = dict(mass) if mass else {}
@@ -304,7 +304,7 @@ def checked(
         raise InputError(f"bins is {bins} with a group, expected None: a bin of a thumbnail may span processes")
     asked = tuple(statistics) if isinstance(statistics, Iterable) else validated(statistics)  # which refuses one alone
     own = validated(x for x in asked if not isinstance(x, Extremes))
-    extremes = extremes or any(isinstance(x, Extremes) for x in asked)
+    extremes = any(isinstance(x, Extremes) for x in asked)
     prefix_keys = next((x.length for x in own if isinstance(x, PrefixSinkScores)), None)
     own = tuple(x for x in own if not isinstance(x, PrefixSinkScores))
     if own and shared is not None:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv.engine.call import Call, RowState, at_least_float32, detached
-from qkv.engine.tiles import Extremes, Tile, tiles
+from qkv.engine.tiles import RunningExtremes, Tile, tiles
 from qkv.errors import InputError, kind_of
 from qkv.masks import Grid, Mask
 from qkv.statistics.base import FIELDS, Mass, PrefixSinkScores, Statistic, WeightTile
@@ -85,7 +85,7 @@ class StatisticsReducer:
             name: call.q.new_full((*s.lead, *call.q.shape[:2], lengths[s.over]), s.zero, dtype=torch.float64)
             for name, s in self.statistics.items()
         }
-        self.extremes = Extremes.of(call, whole=request.extremes) if statistics is None else None
+        self.extremes = RunningExtremes.of(call, whole=request.extremes) if statistics is None else None
         self.pooled: Tensor | None = None  # the maxima and sums of the bins of the thumbnail
         if request.bins is not None and statistics is None:
             self.bins = bin_size(lengths["query"], request.bins), bin_size(lengths["key"], request.bins)
