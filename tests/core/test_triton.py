@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from qkv.kernels import fused
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
 from qkv.profiler.capture.record import tensors_of
-from qkv.statistics import PrefixSinkScores
+from qkv.statistics import Extremes, PrefixSinkScores
 from qkv.statistics.measure import checked, measured, sweep
 from qkv.statistics.reduce import Request
 from qkv.statistics.triton import host
@@ -66,7 +67,7 @@ class Case:
         )
         return q * self.factor, k, v
 
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         b = self.shape[0]
         counted = (torch.arange(b * self.nq).view(b, self.nq) % 7 < 5).to(DEVICE) if self.queries else None
         first = self.first if isinstance(self.first, int) else torch.tensor(self.first, device=DEVICE)
@@ -135,7 +136,9 @@ def test_output_and_statistics_equal_those_in_float64(name: str, tiles: str, req
     q, k, v = case.tensors()
     call = Call.of(q, k, v, case.mask, case.biases, None, case.normalizer())
     assert host.unsupported_reason(call) is None
-    options = case.options() | {"extremes": tiles == "small"}
+    options = case.options()
+    if tiles == "small":
+        options["statistics"] = (*options["statistics"], Extremes())
     out, lse, got = host.attend_and_measure(call, checked(call, call.grid, **options), output=True)
     normalizer = Softmax(case.temperature, case.normalizer().sink.double() if case.sink else None)
     settings = {"mask": case.mask, "normalizer": normalizer, "bias": case.biases}
