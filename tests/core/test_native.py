@@ -226,7 +226,7 @@ def check(
         if field == "spread" and exact and name.startswith("entmax"):
             limit *= 10  # the relative error of a tiny weight is larger, and counts by the square of its distance
         found, wanted = fields(got)[field], x
-        if field == "argmax" and not torch.equal(found, wanted):  # rounding chooses among scores that are equal but for it
+        if field == "argmax" and not torch.equal(found, wanted):  # of scores that are nearly equal
             eye = torch.eye(n_keys, dtype=torch.float64).expand(*k.shape[:2], -1, -1)
             scores = qkv.attend(q.double(), k.double(), eye, mask=seen, bias=added, normalizer=Identity())
             assert torch.equal(found < 0, wanted < 0)
