@@ -67,6 +67,7 @@ NORMALIZERS: dict[str, Any] = {
     '`Identity("sum")`': normalizers.Identity("sum"),
     "`Entmax()`": normalizers.Entmax(),
     "`Sparsemax()`": normalizers.Sparsemax(),
+    "`Softpick()`": normalizers.Softpick(),
     "`Hard()`": normalizers.Hard(),
     "`Hard(sample=True)`": normalizers.Hard(sample=True),
 }

@@ -21,8 +21,8 @@ from qkv._contract import Definition, check_by_head, learned_tensors, require, w
 from qkv.errors import InputError, finite, kind_of, one_of
 
 __all__ = [
-    "EluPlusOne", "Entmax", "Hard", "Identity", "Normalizer", "Pointwise", "ReLU", "Sigmoid", "Softmax", "Sparsemax",
-    "SumToOne",
+    "EluPlusOne", "Entmax", "Hard", "Identity", "Normalizer", "Pointwise", "ReLU", "Sigmoid", "Softmax", "Softpick",
+    "Sparsemax", "SumToOne",
 ]  # fmt: skip
 __dir__ = __all__.copy
 
@@ -181,7 +181,9 @@ class SumToOne(Normalizer):
     [0.0408, 0.9529]
     """
 
-    definitions: ClassVar = {"weight": ("level_of", "has_lse", "by_head", "zero_at_minus_infinity", "tensors", "form")}
+    definitions: ClassVar = {
+        "weight": ("term", "level_of", "has_lse", "by_head", "zero_at_minus_infinity", "tensors", "form")
+    }
 
     def __init__(
         self, *, temperature: float = 1.0, sink: SinkLogits = None, key: Float[Tensor, "heads d"] | None = None
@@ -202,6 +204,15 @@ class SumToOne(Normalizer):
         parameter of shape (heads, 1, 1) broadcasts. They must not be changed in place.
         """
         raise InputError(f"{type(self).__name__}: no method weight(scores, level)")
+
+    def term(
+        self, scores: Float[Tensor, "b h nq nk"], level: Float[Tensor, "b h nq #nk"]
+    ) -> Float[Tensor, "b h nq nk"]:
+        """Return what the level makes sum to one over a row: the weights, unless they are divided by another sum.
+
+        At least 0, and non-increasing in the level, as `weight`; see `Softpick`.
+        """
+        return self.weight(scores, level)
 
     def weigh(self, scores: Scores, level: Level | None) -> Scores:
         return self.weight(scores, level)  # type: ignore[arg-type]  # such a normalizer always has one
@@ -246,16 +257,20 @@ class SumToOne(Normalizer):
         return self.sink.to(like)[None, :, None]
 
 
-def weights_of(normalizer: Normalizer, scores: Scores, level: Level | None) -> Scores:
+def weights_of(
+    normalizer: Normalizer, scores: Scores, level: Level | None, weigh: Callable[..., Scores] | None = None
+) -> Scores:
     """Return weights of final scores, 0 for scores of −inf; for a `Pointwise` normalizer, not yet divided.
 
-    This is the definition that every kernel computes; the faster ones use a normalizer's shortcuts.
+    This is the definition that every kernel computes; the faster ones use a normalizer's shortcuts. `weigh` is the
+    method to call: `weigh` of the normalizer, or `term`.
     """
+    weigh = normalizer.weigh if weigh is None else weigh
     if normalizer.zero_at_minus_infinity:
-        return checked_shape(normalizer, normalizer.weigh(scores, level), scores)
+        return checked_shape(normalizer, weigh(scores, level), scores)
     masked = scores == -torch.inf  # the function and its derivative never get −inf or NaN
     finite = scores.masked_fill(masked, 0) if level is None else torch.where(masked, level.detach(), scores)
-    return checked_shape(normalizer, normalizer.weigh(finite, level), scores).masked_fill(masked, 0)
+    return checked_shape(normalizer, weigh(finite, level), scores).masked_fill(masked, 0)
 
 
 def checked_shape(thing: object, result: Tensor, scores: Tensor, method: str = "weight") -> Tensor:
@@ -409,6 +424,46 @@ def Sparsemax(temperature: float = 1.0) -> Entmax:  # noqa: N802  (named like a 
     2.0
     """
     return Entmax(2.0, temperature)
+
+
+@dataclass(frozen=True, eq=False)
+class Softpick(SumToOne):
+    """Rectified softmax: max(e^s − 1, 0) / Σ |e^s − 1| (Zuhri, Fuadi & Aji 2025, arXiv:2504.20966, eq. 3).
+
+    Keys with s ≤ 0 get no weight and count in the divisor, so a row may sum to less than one, or to 0: a query that
+    needs no key needs no sink. The paper's ε of the divisor is 0 here; a row of scores that are all 0 has weights 0.
+
+    >>> from qkv import attend
+    >>> q, k = torch.ones(1, 1, 1, 1), torch.tensor([2.0, 3.0, 0.5]).log().view(1, 1, 3, 1)
+    >>> [round(x, 4) for x in attend(q, k, k, normalizer=Softpick(), return_weights=True)[1].flatten().tolist()]
+    [0.2857, 0.5714, 0.0]
+    """
+
+    temperature: float = 1.0
+    sink: SinkLogits = None
+    key: Float[Tensor, "heads d"] | None = None
+    by_head = False
+
+    def __post_init__(self) -> None:
+        self.check(0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    # |e^s − 1| is e^max(s, 0) · (1 − e^−|s|), which neither overflows nor cancels.
+
+    def weight(self, scores: Tensor, level: Tensor) -> Tensor:
+        above = torch.relu(scores)
+        return torch.exp(above - level) * -torch.expm1(-above)
+
+    def term(self, scores: Tensor, level: Tensor) -> Tensor:
+        return torch.exp(torch.relu(scores) - level) * -torch.expm1(-scores.abs())
+
+    def level_of(self, scores: Tensor) -> Tensor:
+        masked = scores == -torch.inf
+        logs = torch.relu(scores) + torch.log(-torch.expm1(-scores.abs()))
+        level = log_sum_exp(logs.masked_fill(masked, -torch.inf))
+        return level.masked_fill(level == -torch.inf, 0)
 
 
 def _powers(x: Tensor, p: float) -> Tensor:

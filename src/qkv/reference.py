@@ -280,7 +280,8 @@ def _is_visible(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys
 # A normalizer turns the scores of the visible keys into weights. Softmax, exp(s) over the sum of exp(s), is a
 # distribution; a sink is an additional term of that sum without a key, so that a query may attend to nothing (gpt-oss,
 # arXiv:2508.10925). Entmax (Peters et al. 2019, eq. 10) gives low scores zero weight; α = 2 is sparsemax, the
-# distribution nearest to the scores (Martins & Astudillo 2016). Hard attention takes the best key (Xu et al. 2015).
+# distribution nearest to the scores (Martins & Astudillo 2016). Softpick is max(e^s − 1, 0) over the sum of |e^s − 1|
+# (Zuhri et al. 2025, eq. 3). Hard attention takes the best key (Xu et al. 2015).
 # Pointwise normalizers use each score alone: sigmoid σ(s + b) (Ramapuram et al. 2024, eq. 3), elu(s) + 1, max(s, 0)
 # (Wortsman et al. 2023), or the score itself; their results may be divided by their sum, or by the number of visible
 # keys.
@@ -304,6 +305,11 @@ def normalize(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int
         case normalizers.Entmax(alpha):
             terms = s if sink is None else np.append(s, sink)
             return (sparsemax(terms) if alpha == 2 else entmax(terms, alpha))[: len(s)]
+        case normalizers.Softpick():
+            terms = s if sink is None else np.append(s, sink)
+            powers = np.array([math.expm1(x) for x in terms])
+            total = float(np.abs(powers).sum())
+            return np.maximum(powers[: len(s)], 0) / (total if total > 0 else 1.0)
         case normalizers.Hard():
             best = max(range(len(s)), key=lambda j: s[j])  # the first of equals
             return np.array([float(j == best) for j in range(len(s))])
@@ -485,7 +491,7 @@ def _sink(
     The temperature divides the score of a learned key, but not a sink; biases and masks apply to neither (Gu et al.
     2025, arXiv:2410.10781).
     """
-    if not isinstance(normalizer, normalizers.Softmax | normalizers.Entmax):
+    if not isinstance(normalizer, normalizers.Softmax | normalizers.Entmax | normalizers.Softpick):
         return None
     if normalizer.key is not None:
         return compare(score, q, array(normalizer.key)[h], h, g) / normalizer.temperature

@@ -166,6 +166,7 @@ NORMALIZERS: dict[str, Maker] = {
     "entmax and sink": lambda m: normalizers.Entmax(1.5, temperature=0.6, sink=m.new(HEADS)),
     "entmax 1.3": lambda m: normalizers.Entmax(1.3),
     "sparsemax": lambda m: normalizers.Sparsemax(0.6),
+    "softpick and sink": lambda m: normalizers.Softpick(1.2, sink=m.new(HEADS)),
     "hard": lambda m: normalizers.Hard(),
     "own square": lambda m: Square(),
     "own by sum": lambda m: Share(),

@@ -283,6 +283,7 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
     (normalizers.Softmax(1.3, sink=learned(H)), {"sizes": TINY}),
     (normalizers.Softmax(0.7, key=learned(H, D)), {"sizes": SMALL}),
     (normalizers.Entmax(1.5, temperature=0.6, sink=learned(H)), {"sizes": SMALL}),
+    (normalizers.Softpick(0.8), {"sizes": SMALL}),
     (normalizers.Hard(sample=True), {"sizes": SMALL}),
     *((make(), {"sizes": SMALL}) for make in (own.HeavyTail, own.Ramp, own.Manhattan, own.Squeeze, own.Diagonals)),
     (Kernel(), {"sizes": TILED}),

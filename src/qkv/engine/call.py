@@ -185,6 +185,8 @@ class Call:
         for thing in own:
             if isinstance(thing, Normalizer):
                 result = thing.weigh(like, like)
+                if isinstance(thing, SumToOne):
+                    result = result + thing.term(like, like)
             elif isinstance(thing, Pairwise):
                 q, k = (x[:1, :, :1].detach().to(like) for x in (self.q, self.k))
                 result = thing.scores(q, k.repeat_interleave(q.shape[1] // k.shape[1], 1))

@@ -64,7 +64,7 @@ def search_level(
         at, counts = nodes
 
         def estimate(level: Tensor) -> Tensor:
-            near = checked_shape(normalizer, normalizer.weigh(at, level[..., None]), at)
+            near = checked_shape(normalizer, normalizer.term(at, level[..., None]), at)
             return (near * counts).sum(-1).clamp(min=torch.finfo(at.dtype).tiny)
 
         estimated, slope, sure = root(estimate, start, fall, empty, tolerance)
@@ -73,13 +73,16 @@ def search_level(
     fill_masked(scores, masked, start)
 
     def total(level: Tensor) -> Tensor:
-        by_parts(normalizer, normalizer.weigh, scores, level, weights)
+        by_parts(normalizer, normalizer.term, scores, level, weights)
         fill_masked(weights, masked)
         return weights.sum(-1)
 
     level, _, sure = root(total, start, fall, empty, tolerance)
     if not bool(sure.all()):
         raise_no_level(normalizer, top, level, weights.sum(-1), sure)
+    if overrides(normalizer, SumToOne, "term"):
+        by_parts(normalizer, normalizer.weigh, scores, level, weights)
+        fill_masked(weights, masked)
     return level, weights  # at the final level
 
 
@@ -204,50 +207,70 @@ def solved_weights(
 
 
 class _Solved(torch.autograd.Function):
-    """From Σ w(s, level) = 1: d level = (Σ ∂w/∂s ds) / (Σ −∂w/∂level)."""
+    """From Σ t(s, level) = 1: d level = (Σ ∂t/∂s ds) / (Σ −∂t/∂level). The terms t are the weights by default."""
 
     @staticmethod
     def forward(
         ctx: Any, normalizer: Normalizer, level: Tensor | None, cut: slice, scores: Tensor, *learned: Tensor
     ) -> tuple[Tensor, Tensor]:
         level = level_of_rows(normalizer, scores) if level is None else level.clone()
-        weights, *derivatives = results = [torch.empty_like(scores) for _ in range(3)]
+        functions = _functions(normalizer)
+        results = [[torch.empty_like(scores) for _ in range(3)] for _ in functions]
         for rows in row_parts(scores):
             some, at = scores[..., rows, :], level[..., rows]
             masked = masked_columns(normalizer, some, cut)
             if masked is not None:
                 fill_masked(some := some.clone(), masked, at)
-            for x, result in zip(results, _derivatives(normalizer, some, at), strict=True):
-                x[..., rows, :] = result
-                fill_masked(x[..., rows, :], masked)
+            for function, of_function in zip(functions, results, strict=True):
+                for x, result in zip(of_function, _derivatives(normalizer, some, at, function), strict=True):
+                    x[..., rows, :] = result
+                    fill_masked(x[..., rows, :], masked)
         ctx.normalizer = normalizer
-        ctx.save_for_backward(scores, level, *derivatives, *learned)
-        return weights, level
+        ctx.save_for_backward(scores, level, *results[0][1:], *results[-1][1:], *learned)
+        return results[0][0], level
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_level: Tensor) -> tuple[Tensor | None, ...]:
-        scores, level, slopes, rises, *learned = ctx.saved_tensors
+        scores, level, *derivatives = ctx.saved_tensors
+        derivatives, learned = derivatives[:4], derivatives[4:]
         normalizer, again = ctx.normalizer, torch.is_grad_enabled()
         if again and learned:
             raise InputError(
                 f"{type(normalizer).__name__}: create_graph is True, but a SumToOne normalizer with learned "
                 "tensors has no second derivatives; expected create_graph=False"
             )
+        functions = _functions(normalizer)
         if again:  # aliases give partial derivatives, since the level also depends on the scores
             s, at = scores.view_as(scores), level[..., None].expand_as(scores)
-            weights = weights_of(normalizer, s, at)
-            slopes, rises = torch.autograd.grad(weights, (s, at), torch.ones_like(weights), create_graph=True)
-        total = rises.sum(-1)
+            numbers = [weights_of(normalizer, s, at, function) for function in functions]
+            pairs = [torch.autograd.grad(x, (s, at), torch.ones_like(x), create_graph=True) for x in numbers]
+            derivatives = [*pairs[0], *pairs[-1]]
+        slopes, rises, term_slopes, term_rises = derivatives
+        total = term_rises.sum(-1)
         through_level = (grad_level + (grad * rises).sum(-1)) / torch.where(total == 0, 1.0, total)
-        of_weights = grad - through_level.masked_fill(total == 0, 0)[..., None]
-        return None, None, None, slopes * of_weights, *_of_learned(normalizer, scores, level, of_weights, learned)
+        through_level = through_level.masked_fill(total == 0, 0)[..., None]
+        of_scores = slopes * grad - term_slopes * through_level
+        of_terms = -through_level.expand_as(grad)
+        upstream = [grad + of_terms] if len(functions) == 1 else [grad, of_terms]
+        of_each = (
+            _of_learned(normalizer, scores, level, x, learned, function)
+            for x, function in zip(upstream, functions, strict=True)
+        )
+        return None, None, None, of_scores, *functools.reduce(_added, of_each)
+
+
+def _functions(normalizer: Normalizer) -> list[Callable[..., Scores]]:
+    """Return what gives the weights and, if others, the terms that sum to one."""
+    return [normalizer.weigh, *([normalizer.term] if overrides(normalizer, SumToOne, "term") else [])]
 
 
 @torch.enable_grad()
-def _derivatives(normalizer: Normalizer, scores: Scores, level: PerRow) -> tuple[Scores, Scores, Scores]:
-    """Return the weights of scores, none of them masked, and their derivatives in the score and in the level."""
+def _derivatives(
+    normalizer: Normalizer, scores: Scores, level: PerRow, function: Callable[..., Scores] | None = None
+) -> tuple[Scores, Scores, Scores]:
+    """Return weights (or terms) of scores, none of them masked, and their derivatives in the score and the level."""
     s, at = (x.detach().requires_grad_() for x in (scores, level[..., None].expand_as(scores)))
-    weights = checked_shape(normalizer, normalizer.weigh(s, at), s)
+    weights = checked_shape(normalizer, (normalizer.weigh if function is None else function)(s, at), s)
     # A weight depends on its own score alone, and so does its derivative.
     slopes, rises = torch.autograd.grad(weights, (s, at), torch.ones_like(weights))
     return weights.detach(), slopes, rises
@@ -255,15 +278,20 @@ def _derivatives(normalizer: Normalizer, scores: Scores, level: PerRow) -> tuple
 
 @torch.enable_grad()
 def _of_learned(
-    normalizer: Normalizer, scores: Scores, level: PerRow, grad: Scores, learned: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Return the gradients of learned tensors, given that of the weights at a fixed level."""
+    normalizer: Normalizer, scores: Scores, level: PerRow, grad: Scores, learned: Sequence[Tensor],
+    function: Callable[..., Scores],
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the gradients of learned tensors, given that of the weights (or terms) at a fixed level."""
     sums: list[Tensor | None] = [None] * len(learned)
     for rows in row_parts(scores) if learned else ():
-        weights = weights_of(normalizer, scores[..., rows, :].detach(), level[..., rows, None].detach())
+        weights = weights_of(normalizer, scores[..., rows, :].detach(), level[..., rows, None].detach(), function)
         found = torch.autograd.grad(weights, learned, grad[..., rows, :], allow_unused=True)
-        sums = [a if b is None else b if a is None else a + b for a, b in zip(sums, found, strict=True)]
+        sums = _added(sums, list(found))
     return sums
+
+
+def _added(sums: list[Tensor | None], more: list[Tensor | None]) -> list[Tensor | None]:
+    return [a if b is None else b if a is None else a + b for a, b in zip(sums, more, strict=True)]
 
 
 def sink_weight(normalizer: Normalizer, sink: PerRow, level: PerRow) -> PerRow:

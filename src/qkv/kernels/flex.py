@@ -28,7 +28,7 @@ from qkv.engine.transforms import Need, unmet
 from qkv.errors import InputError
 from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, block_visibility
-from qkv.normalizers import Normalizer, Pointwise
+from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.partial import Partial
 
 BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
@@ -237,6 +237,8 @@ def _not_by_logarithms(call: Call) -> str | None:
     normalizer, name = call.normalizer, type(call.user.normalizer).__name__
     if normalizer.one_key:
         return f"{name} takes the value of one key, and it sums over keys"
+    if isinstance(normalizer, SumToOne) and overrides(normalizer, SumToOne, "term"):
+        return f"the weights of {name} are divided by another sum than their own"
     if isinstance(normalizer, Pointwise) and not normalizer.nonnegative:
         return f"it takes logarithms of weights, and {name} does not declare that its weights are nonnegative"
     if call.needs_grad and normalizer.tensors():

@@ -23,7 +23,7 @@ from qkv.models.config import check_dropout, check_ids
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.block import FeedForward, TransformerBlock, make_norm
 from qkv.nn.multi_head import MultiHeadAttention
-from qkv.normalizers import EluPlusOne, Entmax, Normalizer, ReLU, Sigmoid, Softmax
+from qkv.normalizers import EluPlusOne, Entmax, Normalizer, ReLU, Sigmoid, Softmax, Softpick
 from qkv.positions import NTK, DynamicNTK, Learned, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
 from qkv.scores import Dot
 
@@ -37,6 +37,7 @@ NORMALIZERS: dict[str, Callable[[], Normalizer]] = {
     "sigmoid_sum": lambda: Sigmoid(divide="sum"),
     "elu_sum": lambda: EluPlusOne(divide="sum"),
     "entmax": Entmax,
+    "softpick": Softpick,
 }
 SCALINGS: dict[str, Callable[[DecoderConfig, int], Scaling]] = {  # of a configuration and the original context length
     "linear": lambda config, original: Linear(config.rotary_factor),

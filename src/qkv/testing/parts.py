@@ -349,12 +349,12 @@ def check_normalizer(normalizer: Normalizer, *, heads: int = 4, sizes: Sizes | N
     check_attend(Composition(subject="normalizer", normalizer=normalizer), computed, more)
 
 
-def _weigh(normalizer: Normalizer, scores: Tensor, level: Tensor | None = None) -> Tensor:
-    """`weight` at scores (and the level of their rows), with a check of its result."""
+def _weigh(normalizer: Normalizer, scores: Tensor, level: Tensor | None = None, method: str = "weight") -> Tensor:
+    """`weight` (or `term`) at scores (and the level of their rows), with a check of its result."""
     rows = () if level is None else (level,)
-    with calling(normalizer, "weight", f"called for scores of shape {tuple(scores.shape)}"):
-        result = normalizer.weight(scores, *rows)  # type: ignore[attr-defined]
-    return check_returned(normalizer, "weight", result, scores.shape, scores.dtype, f"scores of {scores.dtype}")
+    with calling(normalizer, method, f"called for scores of shape {tuple(scores.shape)}"):
+        result = getattr(normalizer, method)(scores, *rows)
+    return check_returned(normalizer, method, result, scores.shape, scores.dtype, f"scores of {scores.dtype}")
 
 
 def _each(heads: int, *numbers: float) -> Tensor:
@@ -484,13 +484,14 @@ def _check_pointwise(points: _Points) -> None:
 def _check_levels(normalizer: SumToOne, heads: int) -> None:
     """Weights are not negative, decrease in the level, and can sum to one, for one visible key and for many."""
     points = _Points(normalizer, heads, *SCORES)
-    weights = points.weights()
-    wrong = weights.isnan() | (weights < 0)
-    forbid(normalizer, "weight", wrong, weights, "0 or more", where=points.where)
-    rises = torch.zeros_like(wrong)
-    rises[:, :, 1:] = weights[:, :, 1:] > weights[:, :, :-1] * (1 + 1e-12) + 1e-300
-    smaller = "a smaller one than at the next lower level"
-    forbid(normalizer, "weight", rises, weights, smaller, what="rises with the level: ", where=points.where)
+    for method in ("weight", "term"):
+        weights = _weigh(normalizer, points.scores, points.level, method).detach()
+        wrong = weights.isnan() | (weights < 0)
+        forbid(normalizer, method, wrong, weights, "0 or more", where=points.where)
+        rises = torch.zeros_like(wrong)
+        rises[:, :, 1:] = weights[:, :, 1:] > weights[:, :, :-1] * (1 + 1e-12) + 1e-300
+        smaller = "a smaller one than at the next lower level"
+        forbid(normalizer, method, rises, weights, smaller, what="rises with the level: ", where=points.where)
     flat = (weights[:, :, 0] == weights[:, :, -1]).all(-1)
     if bool(flat.any()):
         fail(normalizer, "weight", f"is the same at level {number(LEVELS[0])} and at level {number(LEVELS[-1])} for "
@@ -522,9 +523,9 @@ def _check_level_of(points: _Points) -> None:
             empty = level[:, :, 1]
             forbid(normalizer, "level_of", empty != 0, empty, "0", what="for a row of −inf alone ")
             row, shown = level[..., None], scores != -torch.inf
-            weights = torch.where(shown, _weigh(normalizer, torch.where(shown, scores, row), row), 0.0)
+            terms = torch.where(shown, _weigh(normalizer, torch.where(shown, scores, row), row, "term"), 0.0)
             what = f"for a row of {keys} scores in {dtype}, the weights sum to another number at the level: "
-            same(normalizer, "level_of", what, weights.sum(-1), shown.any(-1).to(dtype), tolerance)
+            same(normalizer, "level_of", what, terms.sum(-1), shown.any(-1).to(dtype), tolerance)
 
 
 def _variants(normalizer: Normalizer, size: Size) -> list[Composition]:
