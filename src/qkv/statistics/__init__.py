@@ -16,6 +16,7 @@ from qkv.statistics.result import Statistics, Thumbnail
 
 if TYPE_CHECKING:
     from qkv.statistics.measure import measure_weights
+    from qkv.statistics.paged import PagedKeys, measure_paged
 
 BUILT_IN: dict[str, Statistic] = base.BUILT_IN
 """The statistics that `measure` always returns, by name."""
@@ -25,16 +26,21 @@ __all__ = [
     "Extremes",
     "Local",
     "Mass",
+    "PagedKeys",
     "PrefixSinkScores",
     "Statistic",
     "Statistics",
     "Streaming",
     "Thumbnail",
     "WeightTile",
+    "measure_paged",
     "measure_weights",
 ]
 __dir__ = __all__.copy
 
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy(__name__, {"qkv.statistics.measure": ("measure_weights",)})
+    __getattr__ = lazy(
+        __name__,
+        {"qkv.statistics.measure": ("measure_weights",), "qkv.statistics.paged": ("PagedKeys", "measure_paged")},
+    )
