@@ -169,7 +169,7 @@ class Bench:
 
         from qkv.engine import Call
         from qkv.masks import Causal, Window
-        from qkv.statistics.reduce import Request
+        from qkv.statistics.base import Request
         from qkv.statistics.triton import host
 
         sdpa, found = torch.nn.functional.scaled_dot_product_attention, {}
@@ -198,7 +198,7 @@ class Bench:
 
         from qkv.engine import Call
         from qkv.masks import Causal
-        from qkv.statistics.reduce import Request
+        from qkv.statistics.base import Request
         from qkv.statistics.triton import host
 
         n, usual, found = self.size.measure[len(self.size.measure) // 2], host.statistics_options, {}

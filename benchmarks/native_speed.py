@@ -29,7 +29,7 @@ from benchmarks.mechanisms.timing import alternating, machine, median_ratio
 from benchmarks.timing import THREADS
 from qkv.biases import ALiBi, SoftCap
 from qkv.masks import Causal, Mask, Window, bigbird, longformer
-from qkv.native.binding import description
+from qkv.native.library import description
 
 CAUSAL = Causal()
 LONG, QUICK = 8192, 2048

@@ -19,7 +19,7 @@ import pytest
 from torch import Tensor
 
 import hatch_build
-from qkv.native import binding
+from qkv.native import binding, library
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 SOURCES = Path(__file__).with_suffix(".c"), Path(binding.__file__).with_name("library.c")
@@ -124,7 +124,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{', '.join(missing)} not found; install gcc-aarch64-linux-gnu and qemu-user")
     folder = config.stash[FOLDER] = tempfile.TemporaryDirectory()
     emulated = config.stash[EMULATED] = Emulated(folder.name)
-    binding.library = lambda: emulated  # type: ignore[assignment]
+    library.compiled = lambda: emulated  # type: ignore[assignment]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

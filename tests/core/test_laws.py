@@ -22,7 +22,7 @@ from qkv import attend, masks
 from qkv.biases import RelativePosition, SoftCap, TensorBias
 from qkv.engine import tiles
 from qkv.masks import Causal, Padding, Window
-from qkv.native import binding
+from qkv.native import library
 from qkv.normalizers import EluPlusOne, Entmax, Hard, Normalizer, ReLU, Sigmoid, Softmax
 from qkv.scores import Dot
 
@@ -301,7 +301,7 @@ def test_plan_reports_the_kernel_and_the_reasons(monkeypatch: pytest.MonkeyPatch
                     attend(q, k, v, **{**asked, "kernel": name})
     with torch.no_grad():
         assert qkv.plan(q, k, v, bias=learned).kernel == "native"
-    monkeypatch.setattr(binding, "library", lambda: "it was not compiled")
+    monkeypatch.setattr(library, "compiled", lambda: "it was not compiled")
     assert qkv.plan(q, k, v).kernel == "tiled"
     assert "not compiled" in qkv.plan(q, k, v).rejected["native"]
 

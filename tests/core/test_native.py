@@ -105,7 +105,7 @@ NORMALIZERS: dict[str, Callable[[Tensor], Normalizer]] = {  # by a number for ea
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
-    if isinstance(found := native.binding.library(), str):
+    if isinstance(found := native.library.compiled(), str):
         assert shutil.which("cc") is None, found
         pytest.skip(found)
 
@@ -123,9 +123,9 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
             ["cc", *shlex.split(os.environ.get("CFLAGS", "-O1")), *flags, source, "-o", str(path), "-lm"], check=True
         )
         library = ctypes.CDLL(str(path))
-        library.qkv_attend.argtypes = [ctypes.POINTER(native.binding.Arguments)]
+        library.qkv_attend.argtypes = [ctypes.POINTER(native.library.Arguments)]
         if macro != "BFLOAT16":
-            library.qkv_gradients.argtypes = [ctypes.POINTER(native.binding.Gradients)]
+            library.qkv_gradients.argtypes = [ctypes.POINTER(native.library.Gradients)]
         return library
 
     return compiled
@@ -138,7 +138,7 @@ PRODUCTS, TILES = 5, 6
 def level(request: pytest.FixtureRequest, emulation: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> int:
     """The library as on a processor of a level, whose products are those of the processor here or emulated."""
     number: int = request.param
-    found: Any = native.binding.library()
+    found: Any = native.library.compiled()
     if found.qkv_level() != number:
         functions = {name: getattr(found, name) for name in ("qkv_attend", "qkv_decode", "qkv_gradients")}
         if number == PRODUCTS:
@@ -148,7 +148,7 @@ def level(request: pytest.FixtureRequest, emulation: Callable[[str], Any], monke
                 tiles = emulation(f"PARTS={parts}")
                 functions |= {f"{x}{name}": getattr(tiles, x) for x in ("qkv_attend", "qkv_gradients")}
         found = SimpleNamespace(**functions, qkv_level=lambda: number)
-    monkeypatch.setattr(native.binding, "library", lambda: found)
+    monkeypatch.setattr(native.library, "compiled", lambda: found)
     return number
 
 
@@ -166,7 +166,7 @@ def inputs(shape: str, factor: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
 
 def by_tiles(call: Call, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     with monkeypatch.context() as patched:
-        patched.setattr(native.binding, "library", lambda: "not compiled")
+        patched.setattr(native.library, "compiled", lambda: "not compiled")
         return measure.measured(call, output=True, **options)
 
 
@@ -361,10 +361,10 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
     assert native.binding.unsupported_reason(call) is None
     monkeypatch.setattr(native.binding, "LARGEST_MASK", 2**10)
     assert native.binding.unsupported_reason(Call.of(q, k, v, Dense(torch.rand(70, 70) > 0.5))) is not None
-    monkeypatch.setattr(native.binding, "LIBRARY", Path("nowhere.so"))
-    native.binding.library.cache_clear()
+    monkeypatch.setattr(native.library, "LIBRARY", Path("nowhere.so"))
+    native.library.compiled.cache_clear()
     assert native.binding.unsupported_reason(Call.of(q, k, v)) is not None
-    native.binding.library.cache_clear()
+    native.library.compiled.cache_clear()
 
 
 def test_nan_in_keys_masked_for_all_queries_reaches_gradients() -> None:
@@ -444,21 +444,21 @@ def test_eigenvalues_differ_from_those_of_float64(n: int, monkeypatch: pytest.Mo
     matrices = keys.mT @ keys * torch.logspace(-25, 25, 29)[:, None, None]
     matrices[9:12] = torch.diag_embed(torch.rand(3, n))
     matrices[12] = 0
-    got = native.binding.leading_shares(matrices, 3)
-    wanted = native.binding.leading_shares(matrices.double(), 3)
+    got = native.library.leading_shares(matrices, 3)
+    wanted = native.library.leading_shares(matrices.double(), 3)
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-6)
     matrices[3, n // 2, n // 2] = torch.nan
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    changed = native.binding.leading_shares(matrices, 3)
+    changed = native.library.leading_shares(matrices, 3)
     assert changed[3].isnan().all()
-    assert native.binding.leading_shares(matrices.double(), 3)[3].isnan().all()
+    assert native.library.leading_shares(matrices.double(), 3)[3].isnan().all()
     assert torch.equal(torch.cat([changed[:3], changed[4:]]), torch.cat([got[:3], got[4:]]))
 
 
 @pytest.mark.parametrize(("sizes", "bins"), [((128, 128), 64), ((131, 73), 16), ((1, 300), 7), ((70, 5), 5)])
 def test_small_maps_differ_from_those_of_float64(sizes: tuple[int, int], bins: int) -> None:
     weights = torch.rand(2, 3, *sizes)
-    got, wanted = (native.binding.thumbnail(x, bins) for x in (weights, weights.double()))
+    got, wanted = (native.library.thumbnail(x, bins) for x in (weights, weights.double()))
     assert (got.query_bin, got.key_bin) == (wanted.query_bin, wanted.key_bin)
     assert torch.equal(got.maximum.double(), wanted.maximum)
     torch.testing.assert_close(got.mean.double(), wanted.mean, rtol=1e-6, atol=0)
@@ -795,7 +795,7 @@ def test_sums_over_nodes_differ_little_from_those_over_scores() -> None:
     scores[0, 1], scores[0, 2, 5] = 3.0, torch.nan
     visible = torch.where(scores > -torch.inf, scores, 0).double()
     for n in (1237, 7, 1):
-        found = native.binding.nodes_of_rows(scores[..., :n])
+        found = native.library.nodes_of_rows(scores[..., :n])
         assert found is not None
         nodes, counts = (x.double() for x in found)
         for power in range(6):
@@ -805,4 +805,4 @@ def test_sums_over_nodes_differ_little_from_those_over_scores() -> None:
         smooth = (torch.nn.functional.softplus(visible) ** 2 * (scores > -torch.inf))[..., :n].sum(-1)
         sums = (torch.nn.functional.softplus(nodes) ** 2 * counts).sum(-1)
         torch.testing.assert_close(sums, smooth, rtol=1e-4, atol=1e-4)
-    assert native.binding.nodes_of_rows(scores.double()) is None
+    assert native.library.nodes_of_rows(scores.double()) is None

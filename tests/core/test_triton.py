@@ -27,8 +27,8 @@ from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, W
 from qkv.normalizers import Normalizer, Softmax
 from qkv.profiler.capture.record import tensors_of
 from qkv.statistics import Extremes, PrefixSinkScores
+from qkv.statistics.base import Request
 from qkv.statistics.measure import checked, measured, sweep
-from qkv.statistics.reduce import Request
 from qkv.statistics.triton import host
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -96,7 +96,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the wheel of qkv, built from its sdist of the files that git tracks, and the wheel of qkv-lab."""
     folder = tmp_path_factory.mktemp("dist")
     compiler = folder / "cc"  # it copies the library of this environment to where it is asked to compile
-    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp "{native.binding.LIBRARY}" "$2"\n')
+    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp "{native.LIBRARY}" "$2"\n')
     compiler.chmod(0o755)
     build = (sys.executable, "-m", "hatchling", "build", "--directory", folder, "--target")
     run(*build, "sdist", cwd=ROOT)

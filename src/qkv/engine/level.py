@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._contract import overrides
-from qkv._lazy import above
 from qkv.engine.tiles import spans
 from qkv.engine.transforms import plain_torch
 from qkv.errors import InputError
+from qkv.native.library import nodes_of_rows
 from qkv.normalizers import Normalizer, Scores, SumToOne, checked_shape, weights_of
 
 PerRow = Float[Tensor, "*n"]
@@ -59,7 +59,7 @@ def search_level(
     scores = scores.clone() if space is None else scores
     start = top.masked_fill(empty, 0)
     fall, tolerance = torch.ones_like(start), TOLERANCE * torch.finfo(scores.dtype).eps
-    nodes = above("qkv.native.binding", "nodes_of_rows")(scores) if scores.shape[-1] > FEW and plain_torch() else None
+    nodes = nodes_of_rows(scores) if scores.shape[-1] > FEW and plain_torch() else None
     if nodes is not None:
         at, counts = nodes
 

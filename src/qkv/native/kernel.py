@@ -16,18 +16,8 @@ from qkv.engine.call import Call, Result, RowState, as_mask, detached
 from qkv.engine.transforms import Results, differentiable, differentiable_call, plain_torch
 from qkv.masks import Grid, Mask
 from qkv.native import binding
-from qkv.native.binding import (
-    CPU,
-    BiasGradient,
-    Gradients,
-    Prepared,
-    empty,
-    gradient_products,
-    of_tensors,
-    prepared,
-    ranges_of,
-    run,
-)  # fmt: skip
+from qkv.native.binding import Prepared, gradient_products, of_tensors, prepared, ranges_of, run  # fmt: skip
+from qkv.native.library import CPU, BiasGradient, Gradients, empty
 from qkv.partial import Partial
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -161,7 +151,7 @@ def gradients_of(
 
     `lse` is the number of each row that `binding.forward` returns; the log-sum-exp may be over more keys than those of
     the call. `out` is needed if `grad`, the gradient of the output, is given. `arguments` are fields of
-    `binding.Arguments` for the queries that count and the ranges of masses, and `more` those of `binding.Gradients`:
+    `library.Arguments` for the queries that count and the ranges of masses, and `more` those of `library.Gradients`:
     gradients of the lse and of statistics, and the statistics.
     """
     prepared_call = prepared(call, gradient_products(call.q, call.k, call.v, out, grad))
@@ -187,7 +177,7 @@ def gradients_of(
 def _gradients(
     prepared_call: Prepared, lse: Tensor, *, out: Tensor | None, grad: Tensor | None, **more: Any
 ) -> dict[str, Tensor]:
-    """Return gradients of q, k and, given that of the output, v; `more` are fields of `binding.Gradients`."""
+    """Return gradients of q, k and, given that of the output, v; `more` are fields of `library.Gradients`."""
     q, k, v = prepared_call.held[:3]
     gradients, scores = {"q": empty(*q.shape), "k": empty(*k.shape)}, Gradients()
     if grad is not None:
@@ -263,7 +253,7 @@ def statistics_gradients(
     parts, grad_masses, masses = list[Tensor](), list[Tensor](), list[Tensor]()
     position = call.grid.rows(0, call.grid.n_queries)
     keys = {name: (position + offset)[None] for name, offset in NEAR.items()}
-    keys["sink"] = torch.tensor(firsts, device=binding.CPU)[:, None].expand(-1, call.grid.n_queries)
+    keys["sink"] = torch.tensor(firsts, device=CPU)[:, None].expand(-1, call.grid.n_queries)
     for name, grad in grads.items():
         if name in keys:
             spans: Tensor | None = torch.stack((keys[name], keys[name] + 1))[None]

@@ -21,7 +21,7 @@ import qkv
 from qkv._progress import bar
 from qkv.errors import InputError, first_line
 from qkv.models.loading import load_if_named
-from qkv.native.binding import description
+from qkv.native.library import description
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.datasets import Probed, Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences, batches, sequences_of, special_ids

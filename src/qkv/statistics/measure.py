@@ -35,13 +35,13 @@ from qkv.engine.tiles import Tile
 from qkv.errors import InputError
 from qkv.kernels import attention, opaque, tiled
 from qkv.masks import Grid, Mask
-from qkv.native import binding
+from qkv.native import binding, library
 from qkv.native import kernel as native_kernel
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.scores import Score
-from qkv.statistics.base import FIELDS, Extremes, PrefixSinkScores, Statistic, validated
+from qkv.statistics.base import FIELDS, Extremes, PrefixSinkScores, Request, Statistic, validated
 from qkv.statistics.gradients import with_gradients
-from qkv.statistics.reduce import Request, StatisticsReducer, own_statistics
+from qkv.statistics.reduce import StatisticsReducer, own_statistics
 from qkv.statistics.result import Statistics, Thumbnail, share_of_first
 from qkv.statistics.triton import host as triton
 
@@ -219,8 +219,8 @@ def engine(call: Call) -> str:
     if on_card(call.q):
         why = triton.unsupported_reason(call)
         return f"tiles of tensor operations: {why}" if why else "Triton, in one pass after the output"
-    why = None if isinstance(binding.library(), str) else binding.unsupported_reason(call)
-    return f"tiles of tensor operations: {why}" if why else binding.description()
+    why = None if isinstance(library.compiled(), str) else binding.unsupported_reason(call)
+    return f"tiles of tensor operations: {why}" if why else library.description()
 
 
 def _counted(call: Call, rows: RowState, request: Request) -> RowState:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,56 +13,11 @@ from torch import Tensor, nn
 from qkv.engine.call import Call, RowState, at_least_float32, detached
 from qkv.engine.tiles import RunningExtremes, Tile, tiles
 from qkv.errors import InputError, kind_of
-from qkv.masks import Grid, Mask
-from qkv.statistics.base import FIELDS, Mass, PrefixSinkScores, Statistic, WeightTile
+from qkv.masks import Grid
+from qkv.statistics.base import Product, Request, Statistic, WeightTile
 from qkv.statistics.result import bin_size
 
 SMALLEST = 1e-150  # a row with less mass counts as empty: the squares of its weights underflow
-
-
-class Product(Statistic):
-    """A x: the sum of the rows of x (b, h, nk, m), times the query's weights; transposed, Aᵀ x of x (b, h, nq, m)."""
-
-    name, definition = "product", "Σ_j A_ij x_j, or transposed Σ_i A_ij x_i"
-
-    def __init__(self, x: Float[Tensor, "b h n m"], *, transposed: bool = False) -> None:
-        self.x, self.parts, self.over = x, x.shape[3], "key" if transposed else "query"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        at, by_key = tile.region, self.over == "key"
-        x = self.x[at.batch, at.heads, at.rows if by_key else at.columns].to(tile.weights)
-        product = (tile.weights.mT if by_key else tile.weights) @ x
-        return product[..., 0] if self.parts == 1 else product.movedim(-1, 0)
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """The statistics to compute, in terms of the rows and keys of the call; masks and `firsts` of the whole matrix."""
-
-    mass: Mapping[str, Mask]
-    firsts: Sequence[int]
-    """The first key of the text of each batch item."""
-    queries: Bool[Tensor, "b nq"] | None = None
-    prefix_keys: int | None = None
-    bins: int | None = None
-    statistics: Sequence[Statistic] = ()
-    value_norms: Float[Tensor, "b h nk"] | None = None
-    """The norm of each value, for `Statistics.first_contribution`."""
-    extremes: bool = False
-    """Whether `Statistics.min_logit` and `Statistics.argmax` are wanted."""
-
-    def own(self) -> dict[str, Statistic]:
-        """Return the statistics that the user passed, by name."""
-        return {f"own {s.name}": s for s in self.statistics}
-
-    def every(self) -> dict[str, Statistic]:
-        """Return all statistics, by the field of `Statistics` or by kind and name."""
-        named = FIELDS | {f"mass {name}": Mass(name, mask) for name, mask in self.mass.items()} | self.own()
-        if self.prefix_keys is not None:
-            named["prefix_sink_scores"] = PrefixSinkScores(self.prefix_keys)
-        if self.value_norms is not None:
-            named["value_norms"] = Product(self.value_norms[..., None])
-        return named
 
 
 class StatisticsReducer:

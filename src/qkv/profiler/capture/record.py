@@ -18,7 +18,7 @@ from qkv.errors import InputError
 from qkv.huggingface.attention import is_causal
 from qkv.kernels import eager, serve, serving
 from qkv.masks import Mask
-from qkv.native.binding import leading_shares, thumbnail
+from qkv.native.library import leading_shares, thumbnail
 from qkv.normalizers import SumToOne
 from qkv.profiler.capture.inputs import nan_error
 from qkv.profiler.data.variables import UNFUSED

@@ -19,7 +19,7 @@ from qkv.kernels import fused
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
 from qkv.normalizers import LOG2_E
-from qkv.statistics.reduce import Request
+from qkv.statistics.base import Request
 from qkv.statistics.result import Statistics, Thumbnail, bin_size
 
 SMALLEST_DOT = 16  # smallest dimension of Triton's matrix product
