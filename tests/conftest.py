@@ -51,6 +51,11 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """The collector looks at all objects again: Triton's library prints a list of its own that are left at the end."""
+    gc.unfreeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-case", action="store_true", help="of each parametrised test only the first case")
 

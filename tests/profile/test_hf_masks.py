@@ -56,7 +56,8 @@ def of_single_indices(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def packed(function: Function) -> Function:
-    return hf.packed_sequence_compatibility_function(function, PACKED, SEQUENCES)
+    remapped = hf.remap_positions_for_packed_sequence(function, PACKED)
+    return hf.and_masks(hf.packed_sequence_mask_function(SEQUENCES), remapped)
 
 
 FUNCTIONS: dict[str, Function] = {

@@ -2,7 +2,7 @@
 
 `call_of` translates the arguments of transformers' attention interface into a `Call` of qkv: every argument that
 affects the weights is either supported or raises an error; only arguments known to be without effect are ignored.
-(Written for transformers 5.23.)
+(Written for transformers 5.24.)
 """
 
 from __future__ import annotations
@@ -462,6 +462,11 @@ MASKS = "qkv_by_masks"  # the same for models of other implementations than torc
 _GUESTS = (f"qkv_guest_{n}" for n in itertools.count())
 _ROUTED: dict[str | None, str | None] = {}  # the implementations in whose place guests are
 Model = TypeVar("Model", bound=nn.Module)
+
+
+def cache_name(model: nn.Module) -> str:
+    """What a model calls its key-value cache, as an argument and as a field of its output."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""transformers' `generate` with a cache that evicts keys by a policy of qkv. (Written for transformers 5.23.)"""
+"""transformers' `generate` with a cache that evicts keys by a policy of qkv. (Written for transformers 5.24.)"""
 
 from __future__ import annotations
 
@@ -74,11 +74,12 @@ class EvictingCache(Cache):  # type: ignore[misc]
 
 @contextmanager
 def evicting(model: nn.Module, policy: str | type[Evicting], keys: int, *, first: int = FIRST) -> Iterator[Cache]:
-    """Inside, the model attends through the cache of transformers that is yielded: pass it as `past_key_values`.
+    """Inside, the model attends through the cache of transformers that is yielded.
 
-    A prompt is read whole; after it, and then before every token, each layer evicts down to its budget. Positions go
-    on counting evicted tokens, and keys keep the rotary position that they were computed with: the output is that of
-    the model with a full cache in which evicted keys are masked. With a budget that covers the text nothing is evicted.
+    Pass it as ``past_key_values``, which is called ``cache`` since transformers 5.24. A prompt is read whole; after it,
+    and then before every token, each layer evicts down to its budget. Positions go on counting evicted tokens, and keys
+    keep the rotary position that they were computed with: the output is that of the model with a full cache in which
+    evicted keys are masked. With a budget that covers the text nothing is evicted.
 
     Args:
         model: a causal language model of Hugging Face, in evaluation mode. Texts of one batch have the same length.

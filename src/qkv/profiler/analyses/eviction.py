@@ -37,7 +37,7 @@ from qkv.cache.base import attending
 from qkv.cache.evicting import policies_of
 from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.huggingface.attention import attend, routed, routes
+from qkv.huggingface.attention import attend, cache_name, routed, routes
 from qkv.kernels import changing, serving
 from qkv.masks import Mask, Predicate
 from qkv.models.decoder import DecoderLM
@@ -316,11 +316,11 @@ def needle(
             made = {setting: cache.for_layers(layers) for setting, cache in caches.items()}
             readers = [_Readers(held, lambda: step(0.8 / layers)) for held in zip(*made.values(), strict=True)]
             with attending_through(model, readers) as cache:
-                read(input_ids=whole, past_key_values=cache)
+                read(input_ids=whole, **{cache_name(read): cache})
             asked = torch.cat([question, answer], 1)
             for (policy, budget), held in made.items():
                 with attending_through(model, held) as cache:
-                    logits = model(input_ids=asked[:, :-1], past_key_values=cache).logits[0, -answer.shape[1] :]
+                    logits = model(input_ids=asked[:, :-1], **{cache_name(model): cache}).logits[0, -answer.shape[1] :]
                 nats = float(nn.functional.cross_entropy(logits.double(), answer[0]))
                 right = bool((logits.argmax(-1) == answer[0]).all())
                 rows.append({"policy": policy, "budget": budget, "depth": depth, "nats": nats, "right": right})
@@ -494,7 +494,8 @@ def _costs(
     def read(key: Setting | None, tokens: Tensor) -> float:
         with nullcontext() if own else attending_through(model, held[key]) as cache:
             started = time.perf_counter()
-            logits = model.step(tokens, states[key]) if own else model(input_ids=tokens, past_key_values=cache).logits
+            batch = {"input_ids": tokens, cache_name(model): cache}
+            logits = model.step(tokens, states[key]) if own else model(**batch).logits
             int(logits[0, -1:].argmax())  # waits for the device
             return time.perf_counter() - started
 

@@ -32,6 +32,7 @@ from qkv._progress import bar
 from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import WithMask
 from qkv.errors import InputError, kind_of, refusing
+from qkv.huggingface.attention import cache_name
 from qkv.masks import Predicate
 from qkv.models.decoder import DecoderLM
 from qkv.models.generation import evaluation_mode
@@ -301,13 +302,14 @@ def _read(
     observed. Without `heads`, all heads in the order of layers.
     """
     prompt = torch.tensor([asked.ids], device=device_of(model))
-    cache = model(input_ids=prompt[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+    name = cache_name(model)
+    cache = getattr(model(input_ids=prompt[:, :-1], use_cache=True, logits_to_keep=1), name)
     if cache is None:
         raise InputError(f"model {type(model).__name__} returns no key-value cache, expected one that does")
     if given is None:
         made = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), past_key_values=copy.deepcopy(cache), do_sample=False,
-            max_new_tokens=longest,
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=longest,
+            **{name: copy.deepcopy(cache)},
         )[0, prompt.shape[1] :].tolist()  # fmt: skip
         ends = model.generation_config.eos_token_id
         given = [token for token in made if token not in (ends if isinstance(ends, list) else [ends])]
@@ -315,7 +317,7 @@ def _read(
             raise InputError("answer: the model ended its answer at once; pass an answer to explain")
     n, end = len(asked.ids), len(asked.ids) + len(given)
     chunk = torch.tensor([[asked.ids[-1], *given[:-1]]], device=prompt.device)
-    batch = {"input_ids": chunk, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    batch = {"input_ids": chunk, name: cache, "use_cache": True, "logits_to_keep": 1}
     parts = [*asked.passages, slice(0, 1), asked.question, slice(n, end), slice(0, end)]
     layers = None if heads is None else sorted({layer for layer, _ in heads})
     found = dict[tuple[int, int], Tensor]()

@@ -21,6 +21,10 @@ SELECT = ("reorder_cache", "reorder", "batch_select_indices", "batch_repeat_inte
 CROP = "crop"
 
 
+NAMES = ("cache", "past_key_values")
+"""The argument of a model for its key-value cache, and the field of its output: since transformers 5.24 the first."""
+
+
 @dataclass(frozen=True, eq=False)
 class Stored:
     """The keys of one layer of a cache."""

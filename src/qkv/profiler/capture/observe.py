@@ -91,7 +91,7 @@ def _counted(own: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
 
     def method(tokens: Tensor, *state: Any, **named: Any) -> Any:
         cache = next(iter((*state, *named.values())), None)
-        observer.begins(method, {"tokens": tokens, "past_key_values": cache})
+        observer.begins(method, {"tokens": tokens, "cache": cache})
         try:
             return own(tokens, *state, **named)
         finally:

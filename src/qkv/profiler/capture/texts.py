@@ -16,7 +16,7 @@ from qkv.cache.base import attending
 from qkv.edits import Placed
 from qkv.engine import Call, under_vmap
 from qkv.errors import InputError
-from qkv.profiler.capture.caches import is_known, keeps, keeps_all, listening, located, stored
+from qkv.profiler.capture.caches import NAMES, is_known, keeps, keeps_all, listening, located, stored
 from qkv.profiler.capture.inputs import Sequences, sequences_of
 from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.record import Measures, ObservedCall
@@ -180,7 +180,7 @@ class Texts:
 
     def begin(self, owner: Any, name: str, batch: Mapping[str, Any], model: nn.Module) -> Forward:
         """A forward begins: find the text that it continues, and decide whether to record it."""
-        cache = batch.get("past_key_values")
+        cache = next((batch[name] for name in NAMES if batch.get(name) is not None), None)
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         of_encoder = isinstance(owner, nn.Module) and name.rpartition(".")[2] == "encoder"
         read = sequences_of(owner, tensors) if isinstance(owner, nn.Module) else _read(batch["tokens"], cache)
@@ -330,8 +330,8 @@ class Texts:
         Raises:
             InputError: if its cache holds something else than its text.
         """
-        sequence, cache = forward.sequence, getattr(output, "past_key_values", None)
-        cache = forward.cache if cache is None else cache
+        sequence, returned = forward.sequence, (getattr(output, name, None) for name in NAMES)
+        cache = next((x for x in returned if x is not None), forward.cache)
         if forward.of_encoder:
             self._encoded.append(sequence)
             return True
