@@ -20,7 +20,7 @@ from qkv import _packages, cli
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-YOURS = {"datasets", "triton"}
+YOURS = {"datasets", "kvpress", "triton"}
 """Packages that qkv works with if a user has them, and never asks for by an extra."""
 
 

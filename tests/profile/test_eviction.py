@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -266,6 +269,123 @@ def test_a_hidden_fact_is_asked_for_after_the_text_was_evicted() -> None:
         assert (abs(here[few]["nats"] - expected) > 1e-4).all()
         np.testing.assert_allclose(here[~few]["nats"], [expected] * (1 + len(policies)), rtol=1e-5)
         assert set(here[~few]["right"]) == {bool((logits.argmax(-1) == text[0, -5:]).all())}
+
+
+@pytest.fixture
+def kvpress(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package with the interface of kvpress 0.5.5, whose import changes transformers, too."""
+    module = ModuleType("kvpress")
+    module.__spec__ = ModuleSpec("kvpress", None)
+
+    class ScorerPress:
+        compression_ratio = 0.0
+
+        def post_init_from_model(self, model: Any) -> None:
+            self.heads = model.config.num_attention_heads
+
+        def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+            raise NotImplementedError
+
+        def compress(self) -> None: ...
+
+        def forward_hook(self) -> None: ...
+
+    class KeyDiffPress(ScorerPress):
+        def score(self, module: Any, hidden_states: Any, keys: Any, *others: Any) -> Any:
+            anchor = (keys / keys.norm(dim=-1, keepdim=True)).mean(2, keepdim=True)
+            return -torch.cosine_similarity(keys, anchor, dim=-1)
+
+    class LastQueryPress(ScorerPress):
+        """The weights of the last query in the mean of heads, as TOVA: it computes the query anew."""
+
+        def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+            q = module.q_proj(hidden_states[:, -1:]).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            cos, sin = (x[:, None, -1:] for x in kwargs["position_embeddings"])
+            q = q * cos + torch.cat([-q[..., q.shape[3] // 2 :], q[..., : q.shape[3] // 2]], 3) * sin
+            assert attentions is None
+            scores = q @ keys.repeat_interleave(self.heads // keys.shape[1], 1).mT / keys.shape[3] ** 0.5
+            return scores.softmax(-1).mean(1).expand(keys.shape[:3])
+
+    class PrefillPress(ScorerPress):
+        def score(self, module: Any, hidden_states: Any, keys: Any, *others: Any) -> Any:
+            assert hidden_states.shape[1] == keys.shape[2], "PrefillPress only supports prefill"
+            return -keys.norm(dim=-1)
+
+    class PyramidPress(KeyDiffPress):
+        def compress(self) -> None: ...
+
+    class OfPress(KeyDiffPress):
+        def __init__(self, press: Any) -> None: ...
+
+    class AdaPress: ...
+
+    for one in (ScorerPress, KeyDiffPress, LastQueryPress, PrefillPress, PyramidPress, OfPress, AdaPress):
+        setattr(module, one.__name__, one)
+    monkeypatch.setitem(sys.modules, "kvpress", module)
+    return module
+
+
+def test_a_press_of_kvpress_keeps_the_keys_that_it_scores_highest(kvpress: ModuleType) -> None:
+    """Keys by position, and hidden states of all tokens: the same result as policies that do not need them."""
+    lm, ids = hf.build("llama", suffix="ForCausalLM").double(), hf.inputs("llama")["input_ids"][:, :18]
+    names = ["keydiff", "kvpress:KeyDiff", "tova", "kvpress:LastQuery"]
+    found = eviction(lm, ids, policies=names, budgets=[8], progress=False)
+    assert found.loss is not None
+    lost = found.mass.pivot_table(index=["budget", "layer", "head"], columns="policy", values="mass_lost")
+    nats = found.loss.pivot_table(index="budget", columns="policy", values="nats")
+    for ours, theirs in (names[:2], names[2:]):
+        np.testing.assert_allclose(lost[theirs], lost[ours], rtol=1e-9)
+        np.testing.assert_allclose(nats[theirs], nats[ours], rtol=1e-9)
+    held = []
+    for name in names[2:]:
+        with evicting(lm, name, 8) as cache:
+            lm.generate(ids[:, :14], past_key_values=cache, do_sample=False, max_new_tokens=6)
+        held.append([layer.held._buffers["positions"].sort(-1)[0] for layer in cache.layers])
+    torch.testing.assert_close(*held)
+    assert not hasattr(lm.model.layers[0].self_attn, "rotary_emb")
+
+
+@pytest.mark.parametrize(("name", "match"), [
+    ("Ada", "AdaPress has no score"), ("Scorer", "has no score"), ("Pyramid", "its own method compress"),
+    ("Of", "made of press"), ("KeyDif", "expected some of kvpress:KeyDiff.*did you mean 'kvpress:KeyDiff'"),
+    ("Prefill", "kvpress says AssertionError: PrefillPress only supports prefill.*--needle"),
+])  # fmt: skip
+def test_a_press_that_cannot_be_a_policy_is_refused(kvpress: ModuleType, name: str, match: str) -> None:
+    lm, ids = hf.build("llama", suffix="ForCausalLM"), hf.inputs("llama", batch=1)["input_ids"]
+    with pytest.raises(qkv.InputError, match=match):
+        eviction(lm, ids, policies=[f"kvpress:{name}"], budgets=[8], progress=False)
+
+
+def test_a_press_for_prompts_alone_is_measured_by_a_hidden_fact(kvpress: ModuleType) -> None:
+    lm = hf.build("llama", suffix="ForCausalLM", max_position_embeddings=512)
+    ids = torch.randint(3, 90, (1, 80), generator=torch.Generator().manual_seed(7))
+    options: dict[str, Any] = {"tokenizer": characters, "budgets": [12], "progress": False}
+    nats = needle(lm, ids, policies=["kvpress:Prefill", "knorm"], **options).groupby("policy")["nats"].mean()
+    assert nats["kvpress:Prefill"] == pytest.approx(nats["knorm"], rel=1e-6)
+    assert abs(nats["full"] - nats["knorm"]) > 1e-3
+
+
+def test_without_kvpress_the_way_to_install_it_is_named() -> None:
+    with pytest.raises(qkv.InputError, match=r"kvpress is not installed: pip install .* --no-deps kvpress"):
+        policies_of(["kvpress:KeyDiff"], 8)
+
+
+def test_importing_kvpress_leaves_the_attention_functions_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    wraps = (
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as all\nall.update(dict.fromkeys(all, print))"
+    )
+    (tmp_path / "kvpress.py").write_text(f"{wraps}\nclass ScorerPress: ...\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "kvpress", raising=False)
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    with pytest.raises(qkv.InputError, match="policies has 'kvpress:KeyDiff'"):
+        policies_of(["kvpress:KeyDiff"], 8)
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+    del sys.modules["kvpress"]
 
 
 def test_the_loss_of_a_full_budget_is_that_of_the_model_and_a_mean_with_an_interval() -> None:

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv._contract import require
+from qkv._lazy import above
 from qkv._registry import Registry
 from qkv.attention import Attention
 from qkv.cache.base import PAST, Cache, Step, check_distance_mask
@@ -150,6 +151,14 @@ class Evicting(Cache):
             self._signature = signature
         self._store(step, q, self._joined(k, v, q.shape[1]))
         self.seen += k.shape[2]
+
+    def read(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output of several new tokens as `attend` returns it, without adding them."""
+        self._checked_signature(attention, q, k, v)
+        step = Step(attention, as_mask(attention.mask) or Causal(), q, k, v, None, None, None)
+        whole = self._joined(k, v, q.shape[1])
+        out: Tensor = step.attend(step.own, q, whole["keys"], whole["values"])
+        return out
 
     @property
     def _window(self) -> int:
@@ -545,10 +554,13 @@ def policies_of(chosen: Sequence[str | type[Evicting]], keys: int, first: int = 
         raise InputError(f"first is {first!r}, expected a whole number below {keys}, the number of keys")
     for policy in chosen:
         of_class = isinstance(policy, type) and issubclass(policy, Evicting)
-        if not of_class and policy not in known:
+        if isinstance(policy, str) and policy.startswith("kvpress:"):
+            made: Any = above("qkv.huggingface.presses", "press_policy")(policy)
+        elif not of_class and policy not in known:
             hint = nearest(policy, known) if isinstance(policy, str) else ", and subclasses of qkv.cache.Evicting"
             raise InputError(f"policies has {policy!r}, expected some of {', '.join(known)}{hint}")
-        made: Any = POLICIES.load(policy) if isinstance(policy, str) else policy
+        else:
+            made = POLICIES.load(policy) if isinstance(policy, str) else policy
         name = policy if isinstance(policy, str) else getattr(policy, "name", policy.__name__)
         if name in POLICIES.built_in and not made.__module__.startswith("qkv.cache."):
             raise InputError(f"policies has a class with the name {name!r}, which is a built-in policy")

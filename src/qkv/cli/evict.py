@@ -48,8 +48,9 @@ def evict(
     keys that received most attention, half of the cache, and the last keys (H2O). tova keeps the keys that the last
     query attended to most, snapkv those that the last queries did, and pyramid as well, most of them in the first
     layers. keydiff keeps the keys least like the mean of the keys, knorm those of the smallest norm, and expected those
-    that later queries should attend to most. An installed package can add policies (subclasses of qkv.cache.Evicting,
-    in the group of entry points qkv.policies).
+    that later queries should attend to most. kvpress:NAME is the score of a press of NVIDIA's kvpress, if that is
+    installed. An installed package can add policies (subclasses of qkv.cache.Evicting, in the group of entry points
+    qkv.policies).
 
     qkv evict                           (the small model that comes with qkv, on 8 texts of 512 tokens)
 
@@ -58,6 +59,8 @@ def evict(
     qkv evict smollm2 --files notes/ letters.txt --tokens 1024    (texts of your own)
 
     qkv evict smollm2 --needle --policies sinks,snapkv,expected --budgets 512,1024
+
+    qkv evict smollm2 --policies snapkv,kvpress:CUR,kvpress:LagKV --budgets 128,256
 
     qkv evict gpt2 --policies window,sinks         (a model from the Hugging Face hub)
 

@@ -15,6 +15,7 @@ from qkv.cache import Evicting
 from qkv.cache.evicting import FIRST, policies_of
 from qkv.errors import InputError
 from qkv.huggingface.attention import asks_weights, call_of, routed, routes
+from qkv.huggingface.presses import presses_of
 from qkv.masks import Causal
 from qkv.models.pretrained import tell_rotary
 
@@ -105,7 +106,7 @@ def evicting(model: nn.Module, policy: str | type[Evicting], keys: int, *, first
     """
     [made] = policies_of([policy], keys, first).values()
     tell_rotary(model, [made])
-    with attending_through(model, made.for_layers(layers_of(model))) as cache:
+    with presses_of(model, [made]), attending_through(model, made.for_layers(layers_of(model))) as cache:
         yield cache
 
 

@@ -38,6 +38,7 @@ from qkv.cache.evicting import policies_of
 from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.huggingface.attention import attend, cache_name, routed, routes
+from qkv.huggingface.presses import presses_of
 from qkv.kernels import changing, serving
 from qkv.masks import Mask, Predicate
 from qkv.models.decoder import DecoderLM
@@ -131,7 +132,8 @@ def eviction(
         budgets: numbers of keys in the cache of each layer, at least 2 and more than `first`. A cache that holds every
             text whole is not measured; ``attrs["whole"]`` has such budgets.
         policies: some of ``window``, ``sinks``, ``heavy``, ``snapkv``, ``pyramid``, ``tova``, ``keydiff``, ``knorm``,
-            ``expected``, names registered by installed packages, and subclasses of `qkv.cache.Evicting`.
+            ``expected``, ``kvpress:NAME`` (the score of a press of NVIDIA's kvpress), names registered by installed
+            packages, and subclasses of `qkv.cache.Evicting`.
         first: number of first keys that ``sinks`` keeps.
         run: also run the model, to measure its loss.
         counted: positions of the tokens whose loss counts; all but the first of each text if None.
@@ -168,7 +170,7 @@ def eviction(
     evicting: dict[Setting, bool] = dict.fromkeys(settings, False)
     work = [ids.shape[1] for ids in texts]
     work += [*work, lengths[0]] * len(nats) if run else []
-    with bar("evicting", "tokens", sum(work), show=progress) as step:
+    with presses_of(model, settings.values()), bar("evicting", "tokens", sum(work), show=progress) as step:
         for ids in texts:
             key = begin + xxhash.xxh3_128_hexdigest(ids.cpu().contiguous().numpy().data)
             missing = {one: cache for one, cache in settings.items() if (key, *one, "lost") not in kept.rows}
@@ -302,7 +304,11 @@ def needle(
     caches: dict[Any, Evicting] = {("full", None): LastKeys(n + 64), **settings}
     read: Any = getattr(model, "base_model", model)  # without the head
     rows = []
-    with evaluation_mode(model), bar("hiding", "facts", len(FACTS), show=progress) as step:
+    with (
+        evaluation_mode(model),
+        presses_of(model, settings.values()),
+        bar("hiding", "facts", len(FACTS), show=progress) as step,
+    ):
         for at, (place, code) in enumerate(FACTS):
             depth = (at + 0.5) / len(FACTS)
             known = f"secret pass code of the {place}"
@@ -319,7 +325,7 @@ def needle(
                 read(input_ids=whole, **{cache_name(read): cache})
             asked = torch.cat([question, answer], 1)
             for (policy, budget), held in made.items():
-                with attending_through(model, held) as cache:
+                with attending_through(model, [_Asked(one) for one in held]) as cache:
                     logits = model(input_ids=asked[:, :-1], **{cache_name(model): cache}).logits[0, -answer.shape[1] :]
                 nats = float(nn.functional.cross_entropy(logits.double(), answer[0]))
                 right = bool((logits.argmax(-1) == answer[0]).all())
@@ -345,6 +351,13 @@ class _Readers:
             cache.hold(attention, q, k, v)
         self.on_read()
         return attention(q, k, v)
+
+
+class _Asked:
+    """The cache of one layer while a question is asked: nothing is added, so nothing is evicted again."""
+
+    def __init__(self, cache: Evicting) -> None:
+        self.seen, self.attend = cache.seen, cache.read
 
 
 # --- from the profile -------------------------------------------------------------------------------------------------
