@@ -90,9 +90,69 @@ def masks() -> None:
     plt.close(fig)
 
 
+EFFECTS = (
+    "C061  strongest head: weight on the first token",
+    "C062  other first tokens that are sinks, too: share",
+    "C063  strongest head: queries with more than 0.3 on it",
+    "C064  random weights: entropy / that of uniform rows",
+    "C064  random weights: largest weight on the first token",
+    "C065  sink heads: weight on it before random tokens",
+    "C067  first token's largest activation / the median",
+    "C067  first token's largest activation",
+    "C067  first token's largest activation / that of others",
+    "C068  norm of its value / that of others",
+    "C069  queries most similar to its key: share",
+    "C070  norm of its key / that of others",
+    "C073  weight on it without random dimensions",
+    "C073  weight on it without its largest activations",
+    "C074  a token's effect on others, without / with the sink",
+    "C075  what a head adds: rows with the sink / without",
+    "C076  what a head adds / the residual stream",
+    "C076  the same / that of other rows",
+    "C077  a token's effect on others / their norm",
+    "C077  the same, without / with the sink",
+)
+
+
 def sinks() -> None:
-    """docs/figures/sinks-smollm2.png: the stored study of SmolLM2's sinks."""
-    save_figure(stored("smollm2").figure(), DOCS / "figures" / "sinks-smollm2.png")
+    """docs/figures/sinks-smollm2.png: all effects of the study of SmolLM2 beside the bounds of their claims."""
+    colours, most = {"holds": "#12415f", "undecided": "#9aa2a8", "does not hold": "#b8501a"}, 20
+    rows = [(one, verdict.holds) for verdict in stored("smollm2").verdicts[64] for one in verdict.intervals if one.n]
+    fig, ax = plt.subplots(figsize=(9, 5.6), layout="none")
+    fig.subplots_adjust(left=0.42, right=0.87, top=0.9, bottom=0.06)
+    for at, (one, holds) in enumerate(rows):
+        low, mean, high = (
+            x / one.bound if one.above else one.bound / max(x, 1e-9) for x in (one.low, one.mean, one.high)
+        )
+        ax.plot([low, high], [at, at], color=colours[holds], lw=2.5, solid_capstyle="butt")
+        ax.plot(min(mean, most), at, ">" if mean > most else "o", ms=6, color=colours[holds], clip_on=False)
+        number = f"{one.mean:,.0f}" if one.mean > 100 else f"{one.mean:.2g}"
+        ax.text(23, at, f"{number}, {'>' if one.above else '<'} {one.bound:g}", va="center", fontsize=8.5)
+    ax.axvline(1, color="#626b73", lw=0.9, ls=(0, (4, 3)))
+    ax.set(xscale="log", xlim=(0.2, most), ylim=(len(rows) - 0.5, -0.5))
+    ax.set_xticks([0.2, 0.5, 1, 2, 5, 10, most], ["1/5", "1/2", "bound", "2 ×", "5 ×", "10 ×", "≥ 20 ×"], fontsize=8.5)
+    ax.minorticks_off()
+    ax.set_yticks(range(len(rows)), EFFECTS, fontsize=8.5, ha="left")
+    ax.tick_params(axis="y", length=0, pad=268)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    fig.text(
+        0.015,
+        0.965,
+        "Claims about attention sinks on SmolLM2, at 64 tokens: effect and its bound",
+        weight="bold",
+        fontsize=11,
+    )
+    fig.text(
+        0.015,
+        0.925,
+        "dot and bar: mean of 12 texts and its 95 % interval, relative to the bound. The claim:",
+        fontsize=8.5,
+        color="#626b73",
+    )
+    for x, (holds, colour) in zip((0.575, 0.625, 0.705), colours.items(), strict=True):
+        fig.text(x, 0.925, holds, color=colour, weight="bold", fontsize=8.5)
+    fig.savefig(DOCS / "figures" / "sinks-smollm2.png", dpi=120)
+    plt.close(fig)
 
 
 def minilm() -> None:

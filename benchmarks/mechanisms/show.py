@@ -73,16 +73,22 @@ def goals(result: dict[str, Any]) -> str:
 
 
 def figure(result: dict[str, Any], path: Path) -> None:
-    """Time against length of every mechanism and its rivals, one panel for each mechanism."""
+    """Time against length, one panel for each mechanism; if some have rivals, only for these.
+
+    The time of plain causal softmax, of qkv itself, is drawn beside them and is no rival.
+    """
     import matplotlib.pyplot as plt
 
     from qkv.figures.layout import HAIRLINE, INK, MUTED
 
     lengths, rows = _lengths(result), result["mechanisms"]
-    across = min(5, len(rows))
+    rows = {
+        name: row for name, row in rows.items() if any({*c["ratios"]} - {"plain"} for c in row["cells"].values())
+    } or rows
+    across = min(4, len(rows))
     down = -(-len(rows) // across)
     fig, axes = plt.subplots(
-        down, across, figsize=(2.5 * across, 2.0 * down + 0.9), sharex=True, sharey=True, squeeze=False
+        down, across, figsize=(2.5 * across, 2.0 * down + 1.0), sharex=True, sharey=True, squeeze=False
     )
     for ax, (name, row) in zip(axes.flat, rows.items(), strict=False):
         for rival, colour in COLOURS.items():
@@ -93,14 +99,14 @@ def figure(result: dict[str, Any], path: Path) -> None:
                 own = rival == "qkv"
                 style = {"linewidth": 2.0 if own else 1.1, "markersize": 3.4 if own else 2.4, "zorder": 3 if own else 2}
                 ax.plot(*zip(*points, strict=True), marker="o", color=colour, label=rival, **style)
-        ax.set_title(name, loc="left", fontsize=9, color=INK)
+        ax.set_title(name, loc="left", fontsize=11, color=INK)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.grid(visible=True, which="major", linewidth=0.6, color=HAIRLINE)
         ax.spines[["top", "right"]].set_visible(False)
         ax.spines[["left", "bottom"]].set_color(HAIRLINE)
         ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
-        ax.tick_params(labelsize=7, labelcolor=MUTED, color=HAIRLINE)
+        ax.tick_params(labelsize=8.5, labelcolor=MUTED, color=HAIRLINE)
         ax.minorticks_off()
     for ax in list(axes.flat)[len(rows) :]:
         ax.set_visible(False)
@@ -108,15 +114,15 @@ def figure(result: dict[str, Any], path: Path) -> None:
     handles = {label: line for lines, labels in legends for line, label in zip(lines, labels, strict=True)}
     threads = "" if result.get("device") == "cuda" else f", {result['machine']['threads']} threads"
     height = fig.get_size_inches()[1]
-    fig.tight_layout(rect=(0, 0, 1, 1 - 0.55 / height))
+    fig.tight_layout(rect=(0, 0, 1, 1 - 0.62 / height))
     fig.legend(
-        handles.values(), handles, loc="upper left", bbox_to_anchor=(0.003, 1 - 0.26 / height), ncols=len(handles),
-        frameon=False, fontsize=8,
+        handles.values(), handles, loc="upper left", bbox_to_anchor=(0.003, 1 - 0.28 / height), ncols=len(handles),
+        frameon=False, fontsize=10,
     )  # fmt: skip
     fig.text(
         0.01, 1 - 0.1 / height,
         f"Milliseconds against tokens: {settings(result)}{threads}",
-        va="top", fontsize=10, color=INK,
+        va="top", fontsize=11, color=INK,
     )  # fmt: skip
     fig.savefig(path, dpi=140)
     plt.close(fig)

@@ -96,15 +96,22 @@ def test_massive_activations_are_pairs_of_a_token_and_a_dimension() -> None:
     assert "dimension 247, at depth 12, up to" in said
 
 
-def test_the_head_shown_first_has_a_clear_type_and_several_targets_and_others_follow(mini: qkv.Profile) -> None:
-    types, heads = mini.types(), mini.heads()
-    found = [types.iloc[layer * mini.data.sizes["head"] + head].name for layer, head in tables.telling_heads(mini.data)]
+def test_the_head_shown_first_follows_content_and_has_several_targets_and_others_follow(mini: qkv.Profile) -> None:
+    types, heads, each = mini.types(), mini.heads(), mini.data.sizes["head"]
+    found = [types.iloc[layer * each + head].name for layer, head in tables.telling_heads(mini.data)]
     names = list(types["type"].iloc[found])
     assert sorted(names) == sorted(set(types["type"])), "one head of each type"
     assert names[0] == "induction"
     assert heads["top_key_share"].iloc[found[0]] <= 0.5
-    same = types[(types["type"] == names[0]) & (heads["top_key_share"] <= 0.5)]
-    assert types["induction"].iloc[found[0]] == same["induction"].max()
+
+    plain = mini.data.copy(deep=True)  # no head copies
+    for probe in ("probe_induction", "probe_duplicate"):
+        plain[probe][:] = 0
+    layer, head = tables.telling_heads(plain)[0]
+    assert "content" in types["traits"].iloc[layer * each + head], "then a head whose rows follow tokens"
+    plain["probe_positional"][:] = np.nan  # nothing is known of content
+    layer, head = tables.telling_heads(plain)[0]
+    assert types["type"].iloc[layer * each + head] not in ("previous token", "self", "first token", "uniform")
 
     sunk = mini.data.copy(deep=True)  # all weight on the first token, but for one head of no type that is a permutation
     sunk["received"][:] = 0

@@ -56,7 +56,7 @@ def head_map(
     Args:
         given: Model and text.
         layer: The layer, counted from 0. Without it or --head, the text is profiled first, and the most telling head
-            drawn: one of a clear type that is not a sink, whose weight is spread over several tokens (docs/view.md).
+            drawn: one that follows content, with weight on several tokens (docs/view.md).
         head: The head, counted from 0.
         rows: Queries to draw: token positions A to B - 1, counted from 0. You may leave out A or B.
         cols: Keys to draw, in the same form.

@@ -36,7 +36,7 @@ export class Wall {
     const faded = (row) => this.banner && (chosen ? !chosen.includes(row) : only && group.types.type[row] !== only);
 
     const [what, values, unit] = alike ? ["similarity", alike.values, ""] : sort === "value" ? [labelOf(group, by), view.heads[by], looks.statistics[by].unit] : [];
-    const painter = painterOf((l, k) => maps.of(rowOf(group, l, k), maps.smallest), maps.smallest.high);
+    const painter = painterOf((l, k) => maps.of(rowOf(group, l, k), maps.smallest), maps.smallest.high, this.banner);
     const cellOf = (l, k) => {
       const row = rowOf(group, l, k), value = what && written(values[row], unit === "%" ? unit : ""), tip = [...headWords(group, view, row), ...(what ? [`${what} ${written(values[row], unit)}`] : [])].join("\n");
       const cell = headButton(group, l, k, tip, { class: faded(row) ? "wall-cell faded" : "wall-cell", role: sections ? null : "gridcell", style: { "--frame": frames[group.types.type[row]] } },
@@ -82,8 +82,8 @@ export class Wall {
   }
 }
 
-/** An observer that paints the small map of each cell which comes into view. `load(layer, head)`: a promise of the map. */
-function painterOf(load, high) {
+/** An observer that paints the small map of each cell which comes into view, or of `all`. `load(layer, head)`: a promise of the map. */
+function painterOf(load, high, all) {
   async function draw(cell) {
     const map = await load(+cell.dataset.layer, +cell.dataset.head);
     paint(cell.querySelector("canvas"), map.rows, map.columns, (row, column) => levelOf(map.largest[row * map.columns + column], high));
@@ -94,7 +94,7 @@ function painterOf(load, high) {
       painter.unobserve(target);
       counted(draw(target));
     }
-  }, { rootMargin: "300px" });
+  }, { rootMargin: all ? "99999px" : "300px" }); // a picture of a whole report has all maps
   return painter;
 }
 

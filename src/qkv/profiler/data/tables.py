@@ -535,15 +535,14 @@ def type_table(data: xr.Dataset, *, whole: bool = False) -> pd.DataFrame:
     return table
 
 
-DULL = ("first token", "other sink", "uniform")  # types whose maps show the same for every query
-
-
 def telling_heads(data: xr.Dataset) -> list[tuple[int, int]]:
     """The most telling head of each type, as indices of layer and head: the first one is shown first everywhere.
 
-    A head is telling if it has a type that is not in `DULL`, and no key receives more than half of its weight on these
-    texts. The types come in the order of `ROLES`; in a type, the largest score decides. All other heads come later, by
-    how much the query decides about the key: the entropy of what the keys receive minus the mean entropy of the rows.
+    Heads that follow content go first: induction, then duplicate token, then those with the trait content; only if no
+    key receives more than half of their weight on these texts. Among them, and among all others, which come later, the
+    product of two numbers decides: the nats by which a query decides about its key (the entropy of what the keys
+    receive minus the mean entropy of the rows), and the share of the weight on keys that are neither the first token,
+    another special token, the query's own, the previous nor the next one.
 
     >>> import qkv
     >>> profile = qkv.profile("qkv-mini", progress=False)
@@ -551,18 +550,16 @@ def telling_heads(data: xr.Dataset) -> list[tuple[int, int]]:
     >>> profile.types().query(f"layer == {layer} and head == {head}")["type"].item()
     'induction'
     """
-    types, share = type_table(data), received_share(data)
+    types, share, goes = type_table(data), received_share(data), destinations(data)
     entropy = -(share * np.log(np.maximum(share, 1e-12))).sum(-1).mean(0)
-    decided = np.nan_to_num(entropy - mean_of_heads(data, "entropy")).ravel()
-    spread = (share.max(-1).mean(0) <= 0.5).ravel()
-    order = {name: at for at, name in enumerate(ROLES) if name not in DULL}
-
-    def rank(at: int) -> tuple[int, float]:
-        name = types["type"][at]
-        return (order[name], -types[name][at]) if name in order and spread[at] else (len(ROLES), -decided[at])
-
-    best = {types["type"][at]: at for at in sorted(types.index, key=rank, reverse=True)}
-    return [divmod(at, data.sizes["head"]) for at in sorted(best.values(), key=rank)]
+    decided = np.nan_to_num(entropy - mean_of_heads(data, "entropy"))
+    score = (decided * (goes["nearby"] + goes["elsewhere"]).mean(0)).ravel()
+    content = types["traits"].str.split(", ").map(lambda traits: "content" in traits)
+    kinds = [types["type"] == "induction", types["type"] == "duplicate token", content]
+    tier = np.where((share.max(-1).mean(0) <= 0.5).ravel(), np.select(kinds, range(3), 3), 3)
+    order = np.lexsort((-score, tier))
+    _, best = np.unique(types["type"].to_numpy(str)[order], return_index=True)
+    return [divmod(at, data.sizes["head"]) for at in order[np.sort(best)].tolist()]
 
 
 def is_delimiter(piece: str) -> bool:
