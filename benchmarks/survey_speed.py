@@ -26,7 +26,8 @@ from qkv.models.loading import Loaded, load_model
 from qkv.profiler.capture.inputs import Special, tokens_of
 from qkv.profiler.corpora import library_text
 from qkv.profiler.surveys.corpus import Corpus, of_texts
-from qkv.profiler.surveys.survey import Piece, batches_of, pieces, survey
+from qkv.profiler.surveys.survey import survey
+from qkv.profiler.surveys.surveyor import Piece, batches_of, pieces
 
 LENGTH, BATCH = 512, 4096
 

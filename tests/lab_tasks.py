@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from qkv.models import DecoderConfig, DecoderLM
-from qkv_lab.experiments.base import Experiment, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
+from qkv_lab.experiments.results import Results
 from qkv_lab.task import Batch, Measured, Training, with_entries
 
 

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from qkv.testing import CheckFailed
 from qkv.testing.laws import calling, fail
 from qkv_lab import log, loop, resume, settings
-from qkv_lab.experiments.base import Experiment, Results
+from qkv_lab.experiments.base import Experiment
 from qkv_lab.experiments.record import key, load, results_in
 from qkv_lab.experiments.registry import REGISTRY as EXPERIMENTS
+from qkv_lab.experiments.results import Results
 from qkv_lab.experiments.run import redraw, run
 from qkv_lab.task import Batch, Task
 from qkv_lab.tasks import REGISTRY as TASKS

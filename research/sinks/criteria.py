@@ -20,8 +20,9 @@ from statistics import geometric_mean, mean
 from typing import Any
 
 from qkv.profiler.capture.residual import MASSIVE, TIMES_MEDIAN
-from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results
+from qkv_lab.experiments.base import Experiment
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.results import Lines, Outcome, Results
 
 Found = Mapping[str, Any]
 TINY = 1e-9

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qkv._lazy import above
+from qkv._above import above
 from qkv.errors import InputError
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Definition:
 
     def _repr_png_(self) -> bytes | None:
         """The picture that a notebook shows."""
-        picture: bytes | None = above("qkv.plot.composition", "picture_of")(self)
+        picture: bytes | None = above("picture", self)
         return picture
 
     def __init_subclass__(cls, **arguments: Any) -> None:

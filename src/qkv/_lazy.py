@@ -8,14 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def above(module: str, name: str) -> Any:
-    """A name of a layer above the caller's, loaded on use: how `Profile.plot` reaches the figures.
-
-    Data does not depend on drawing: its methods that draw or show it are names for functions of the layers above.
-    """
-    return getattr(importlib.import_module(module), name)
-
-
 def lazy(package: str, names: Mapping[str, Sequence[str]], modules: Sequence[str] = ()) -> Callable[[str], Any]:
     """A `__getattr__` for `package`: it imports a public name from its module, or a public submodule, on first use.
 

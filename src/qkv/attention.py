@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from qkv import _operator as operator
-from qkv._lazy import above
+from qkv._above import above
 from qkv._plan import Plan, plan
 from qkv.biases import Bias
 from qkv.compat import Form, composition_of
@@ -272,7 +272,7 @@ class Attention:
 
     def _repr_png_(self) -> bytes | None:
         """The picture that a notebook shows."""
-        picture: bytes | None = above("qkv.plot.composition", "picture_of")(self)
+        picture: bytes | None = above("picture", self)
         return picture
 
     def _parts(self) -> dict[str, Any]:

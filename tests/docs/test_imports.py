@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from imported import statements
 from qkv import engine
+from qkv._above import ABOVE
 
 ROOT = Path(__file__).parents[2]
 # The rooms, the lowest first: each imports only from itself and those before it.
@@ -22,7 +22,7 @@ ROOMS = {"qkv": ROOT / "src" / "qkv", "qkv_lab": ROOT / "lab" / "qkv_lab", "rese
 # Layers within a room, the lowest first. A dotted name is a package of its own inside another.
 ORDER = {
     "qkv": [
-        "_lazy", "errors", "_contract", "_packages", "_untrusted", "_files", "_progress",
+        "_lazy", "errors", "_above", "_contract", "_packages", "_untrusted", "_files", "_progress",
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
         "statistics.result", "native", "engine", "compat", "statistics.base", "reference", "native.binding",
@@ -30,9 +30,8 @@ ORDER = {
         "statistics", "choice", "_plan", "_operator", "attention", "ring",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.editing", "profiler.surveys", "profiler.explore",
-        "profiler.analyses",
-        "profiler", "tracking",
-        "figures", "plot", "page", "report", "server", "cli", "__main__",
+        "profiler.analyses", "profiler.comparison", "figures", "plot", "page", "report",
+        "profiler", "tracking", "server", "cli", "__main__",
     ],
     "qkv_lab": [
         "experiments.evidence", "draw", "task", "lexicon", "grammar", "scenes", "log", "heads", "tokens",
@@ -49,8 +48,10 @@ FILES = {
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Modules of the rooms that a file imports, in functions too, but not for types alone."""
-    for node in statements(file):
+    """Modules of the rooms that a file imports, in functions and for types too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative imports hide the order"
             full = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -63,8 +64,8 @@ def imports(file: Path) -> Iterator[str]:
 
 @functools.cache
 def all_imports() -> dict[str, set[str]]:
-    """The modules that each module imports."""
-    return {name: set(imports(file)) - {name} for name, file in FILES.items()}
+    """The modules that each module imports; of `_above`, whose table is for what goes up, see the test of it."""
+    return {name: set(imports(file)) - {name, "qkv._above"} for name, file in FILES.items() if name != "qkv._above"}
 
 
 def layer(module: str) -> tuple[int, int]:
@@ -88,12 +89,35 @@ def test_every_import_goes_to_the_same_layer_or_a_lower_one() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_modules_do_not_import_one_another_in_a_circle(room: str) -> None:
-    """Imports inside functions count."""
+    """Imports inside functions and for types count."""
     graph = {name: {b for b in found if b.split(".")[0] == room and "." in b} for name, found in all_imports().items()}
     try:
         TopologicalSorter({name: found for name, found in graph.items() if name.split(".")[0] == room}).prepare()
     except CycleError as error:
         pytest.fail(f"a circle: {' -> '.join(error.args[1])}", pytrace=False)
+
+
+def test_only_methods_that_draw_or_compare_reach_a_room_above_and_by_one_table() -> None:
+    """`above` is called with names of the table, all of which exist, and nothing else loads a module by its name."""
+    asked, by_name = set[str](), set[str]()
+    for name, file in FILES.items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "above":
+                asked.add(ast.literal_eval(node.args[0]))
+            if "import_module" in (getattr(node, "id", ""), getattr(node, "attr", "")):
+                by_name.add(name)
+    assert asked == set(ABOVE)
+    assert all(Path(FILES[place.rpartition(".")[0]]).exists() for place in ABOVE.values())
+    others = {"qkv.profiler.surveys.corpus", "qkv.tracking.tracker", "research.claims.settled"}
+    assert by_name == {"qkv._above", "qkv._lazy", "qkv._packages", "qkv._registry"} | others
+
+
+@pytest.mark.parametrize("folder", ["src/qkv/page", "lab/qkv_lab/align/page"])
+def test_scripts_of_a_page_do_not_import_one_another_in_a_circle(folder: str) -> None:
+    found = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / folder).rglob("*.js")}
+    graph = {name: set(re.findall(r'\bfrom "\./([\w.]+)"', text)) for name, text in found.items()}
+    assert any(graph.values())
+    TopologicalSorter(graph).prepare()
 
 
 def test_no_kernel_imports_another() -> None:

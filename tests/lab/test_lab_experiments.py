@@ -21,10 +21,11 @@ from qkv.profiler import corpora
 from qkv.profiler.surveys.corpus import of_texts
 from qkv_lab import Diverged, experiments, loop
 from qkv_lab.experiments import bottleneck, experiment, masks, mechanism, normalizers, scaling, small, streaming, texts
-from qkv_lab.experiments.base import Experiment, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import HOLDS, UNDECIDED, UNSEEN, Verdict
 from qkv_lab.experiments.record import key, table
 from qkv_lab.experiments.registry import BUILT_IN
+from qkv_lab.experiments.results import Results
 from qkv_lab.experiments.run import SHIPPED, run
 from qkv_lab.experiments.small import Sweep
 from qkv_lab.task import Measured

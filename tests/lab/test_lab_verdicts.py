@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from conftest import refused
 from qkv_lab.experiments import experiment
-from qkv_lab.experiments.base import Outcome, Results, means_of
 from qkv_lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Criterion, Effect, confidence, judge
 from qkv_lab.experiments.record import load, text_of, verdict_fields
 from qkv_lab.experiments.registry import BUILT_IN
+from qkv_lab.experiments.results import Outcome, Results, means_of
 from qkv_lab.experiments.run import SHIPPED
 
 # --- intervals and criteria -------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from lab_tasks import Counting
 from qkv.models import DecoderConfig
 from qkv.testing import CheckFailed
 from qkv_lab import tasks
-from qkv_lab.experiments.base import Experiment, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import FAILS, Criterion, Effect, Verdict
+from qkv_lab.experiments.results import Results
 from qkv_lab.task import Measured
 from qkv_lab.tasks import backcopy, language, names
 from qkv_lab.testing import check_experiment, check_task

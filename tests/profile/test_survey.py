@@ -27,7 +27,8 @@ from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler import profile
 from qkv.profiler.surveys import corpus
 from qkv.profiler.surveys.data import BINS, DIGITS, QUANTITIES, Layer, edges
-from qkv.profiler.surveys.survey import Piece, Special, Survey, batches_of, definition_of, pieces, survey
+from qkv.profiler.surveys.survey import Special, Survey, definition_of, survey
+from qkv.profiler.surveys.surveyor import Piece, batches_of, pieces
 from survey_process import TEXTS as OWN_TEXTS
 from survey_process import own, own_survey
 

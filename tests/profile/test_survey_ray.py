@@ -19,8 +19,7 @@ from conftest import Command, refused
 from qkv.errors import InputError
 from qkv.profiler.surveys import on_ray
 from qkv.profiler.surveys.corpus import of_addresses
-from qkv.profiler.surveys.folder import Folder
-from qkv.profiler.surveys.survey import Incomplete
+from qkv.profiler.surveys.folder import Folder, Incomplete
 from survey_process import own_survey
 
 ray = pytest.importorskip("ray", reason="surveys on Ray need the extra ray")

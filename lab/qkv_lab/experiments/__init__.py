@@ -7,10 +7,11 @@ points in the group ``qkv.experiments``.
 from __future__ import annotations
 
 from qkv.profiler.data.frames import confidence
-from qkv_lab.experiments.base import Experiment, Outcome, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect, Interval, Verdict, judge
 from qkv_lab.experiments.record import table
 from qkv_lab.experiments.registry import experiment, names
+from qkv_lab.experiments.results import Outcome, Results
 from qkv_lab.experiments.run import Result, cost, redraw, run
 
 __all__ = [

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from qkv.models import DecoderConfig
 from qkv.nn import TransformerBlock
 from qkv_lab.experiments import small
-from qkv_lab.experiments.base import Experiment, Outcome, Results
+from qkv_lab.experiments.base import Experiment
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.results import Outcome, Results
 from qkv_lab.experiments.small import DATED, LEAST, PLAIN, SINK, STRONGEST, TASK, TRAINING, Change, Sweep
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.backcopy import Backcopy

@@ -15,8 +15,9 @@ from qkv.features import elu_plus_one
 from qkv.models import DecoderConfig
 from qkv.normalizers import Hard, Identity, Normalizer
 from qkv.scores import Additive, Dot, Features, Score
-from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.results import Lines, Results
 from qkv_lab.experiments.small import DATED, LEAST, Questions, learn, minus, setting, unlearnt
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.relations import PICKS, Coreference, Hops

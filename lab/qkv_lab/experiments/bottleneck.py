@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab import heads, settings
-from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.results import Lines, Results
 from qkv_lab.experiments.small import DATED, LEAST, fit, minus, setting
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.sequences import MIRRORS, Recall, Reversal

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from qkv_lab.experiments.evidence import Effect, Interval, Verdict, number
+from qkv_lab.experiments.results import Lines, Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from qkv_lab.experiments.base import Lines, Results
 
 
 WIDTH = 7.2

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from qkv.models import DecoderConfig
 from qkv.nn import FeedForward, MultiHeadAttention
-from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.results import Lines, Results
 from qkv_lab.experiments.small import DATED, LEAST, Questions, learn, minus, setting
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.language import Language

@@ -14,8 +14,9 @@ import qkv
 from qkv.models import DecoderConfig, DecoderLM
 from qkv_lab import heads
 from qkv_lab.experiments import small
-from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.results import Lines, Outcome, Results
 from qkv_lab.experiments.small import DATED, LEAST, PLAIN, SINK, Change, Sweep, fit, minus, setting, unlearnt
 from qkv_lab.task import Measured, Training
 from qkv_lab.tasks.language import Language

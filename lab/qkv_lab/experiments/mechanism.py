@@ -19,8 +19,9 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler.capture.residual import TIMES_MEDIAN, attention_modules, observe_residual
 from qkv_lab import heads
 from qkv_lab.experiments import small
-from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.results import Lines, Outcome, Results
 from qkv_lab.experiments.small import DATED, SINK, Change, Sweep, has_sink, not_learnt, setting
 from qkv_lab.task import Measured
 from qkv_lab.tasks.backcopy import Backcopy

@@ -12,8 +12,9 @@ from torch import Tensor
 from qkv.profiler.capture.residual import attention_modules, observe_residual
 from qkv_lab import heads
 from qkv_lab.experiments import small
-from qkv_lab.experiments.base import Results, Setting
+from qkv_lab.experiments.base import Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.results import Results
 from qkv_lab.experiments.small import DATED, LEAST, SINK, STRONGEST, Change, Sweep, difference, sink
 from qkv_lab.task import Measured
 

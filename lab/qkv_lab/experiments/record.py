@@ -21,9 +21,10 @@ from qkv._untrusted import check_version, load_json
 from qkv.errors import InputError, refusing
 from qkv.profiler.run import versions
 from qkv_lab import log, settings
-from qkv_lab.experiments.base import Experiment, Outcome, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import ERROR, ONLY, Interval, Verdict
 from qkv_lab.experiments.registry import BUILT_IN
+from qkv_lab.experiments.results import Outcome, Results
 
 VERSION = 1
 """The version of the JSON file; increase it when an older qkv could misread a file that this version writes."""

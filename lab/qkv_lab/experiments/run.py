@@ -17,10 +17,11 @@ from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import load_json
 from qkv.errors import InputError, refusing
-from qkv_lab.experiments.base import Experiment, Outcome, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import UNSEEN, Verdict
 from qkv_lab.experiments.record import described, key, load, results_in, rounded, seconds_in, text_of, verdict_fields
 from qkv_lab.experiments.registry import experiment
+from qkv_lab.experiments.results import Outcome, Results
 from qkv_lab.loop import RESULT
 
 RUNS = "runs"

@@ -13,8 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.models import DecoderConfig
-from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
+from qkv_lab.experiments.results import Lines, Results
 from qkv_lab.experiments.small import DATED, setting
 from qkv_lab.task import Measured
 from qkv_lab.tasks.backcopy import Backcopy

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qkv_lab.experiments.base import Experiment, Outcome, Results, Setting, value_of
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import Effect
+from qkv_lab.experiments.results import Outcome, Results, value_of
 from qkv_lab.task import Measured, Task, Training
 from qkv_lab.tasks.backcopy import Backcopy
 

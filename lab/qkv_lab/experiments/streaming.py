@@ -13,8 +13,9 @@ from torch import nn
 from qkv.cache import Cache, Full, Sinks, Sliding
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loss import token_loss
-from qkv_lab.experiments.base import Experiment, Lines, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.results import Lines, Results
 from qkv_lab.experiments.small import DATED, PLAIN, not_learnt, setting
 from qkv_lab.task import Measured
 from qkv_lab.tasks.backcopy import Backcopy

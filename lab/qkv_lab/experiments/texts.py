@@ -13,8 +13,9 @@ from torch import nn
 from qkv.models import DecoderConfig
 from qkv_lab import heads
 from qkv_lab.experiments import small
-from qkv_lab.experiments.base import Experiment, Lines, Outcome, Results, Setting
+from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import Criterion, Effect
+from qkv_lab.experiments.results import Lines, Outcome, Results
 from qkv_lab.experiments.small import DATED, LEAST, PLAIN, SINK, STRONGEST, TASK, TRAINING, Change, Sweep, setting
 from qkv_lab.task import Measured
 from qkv_lab.tasks.language import Language

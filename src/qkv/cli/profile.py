@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qkv.models.loading import Loaded
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.data.findings import Findings
+    from qkv.profiler.data.profile import ProfileData
     from qkv.profiler.profiles import Profile
 
 
@@ -53,7 +54,7 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     return files
 
 
-def _profile_name(profile: Profile) -> str:
+def _profile_name(profile: ProfileData) -> str:
     return f"{profile.attrs.get('model', 'model')} ({profile.attrs.get('dtype', 'unknown')})"
 
 

@@ -192,6 +192,7 @@ def survey(
 
     from qkv.models import loading
     from qkv.profiler.surveys import survey as surveys
+    from qkv.profiler.surveys.folder import Incomplete
 
     allow(max_size)
     if settings.engine == "ray":
@@ -213,7 +214,7 @@ def survey(
                 result = surveys.survey(
                     loaded.model, corpus, tokenizer=loaded.tokenizer, out=out, on_batch=on_batch, **vars(settings)
                 )
-        except surveys.Incomplete as error:
+        except Incomplete as error:
             print(f"qkv: {error}", file=sys.stderr)
             raise SystemExit(1) from error
         if settings.only_shards is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -15,11 +15,17 @@ from qkv.cache import Cache
 from qkv.engine import at_least_float32
 from qkv.errors import InputError, at_least_one
 
-if TYPE_CHECKING:
-    from qkv.models.decoder import DecoderLM
-
-
 MAX_LOGITS = 2**26  # logits in memory at a time
+
+
+class Stepwise(Protocol):
+    """A language model that reads texts in steps through caches, as `DecoderLM` does."""
+
+    embedding: Any
+
+    def start(self, batch: int, *, cache: Callable[[], Cache]) -> Any: ...
+
+    def step(self, ids: Int[Tensor, "b n"], state: Any, *, every: bool) -> Float[Tensor, "b n vocab"]: ...
 
 
 def linear_cross_entropy(
@@ -57,7 +63,7 @@ def linear_cross_entropy(
 
 @torch.no_grad()
 def token_loss(
-    model: DecoderLM,
+    model: Stepwise,
     ids: Int[Tensor, "b n"],
     make_cache: Callable[[], Cache],
     *,

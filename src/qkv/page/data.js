@@ -1,6 +1,5 @@
 // What a page holds of its texts: curves along them and maps of their heads, decoded when they are needed.
 
-import { rowOf } from "./heads.js";
 import { integer } from "./numbers.js";
 import { counted } from "./state.js";
 import { TILE } from "./tiles.js";
@@ -31,6 +30,9 @@ export function decodedArrays(index, planes) {
     return [name, { values, shape }];
   }));
 }
+
+/** The row of a head in the table of heads. */
+export const rowOf = (group, layer, head) => layer * group.heads.length + head;
 
 /** One row of an array: the curve of a head, by its row in the table of heads, or that of a layer. */
 export const rowOfCurve = ({ values, shape }, row) => values.subarray(row * shape.at(-1), (row + 1) * shape.at(-1));

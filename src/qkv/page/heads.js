@@ -3,14 +3,11 @@
 
 import { chooser, curve, Drawn, keyOf, legend, selectFrom, stack } from "./charts.js";
 import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
-import { rowOfCurve } from "./data.js";
+import { rowOf, rowOfCurve } from "./data.js";
 import { h, vertically } from "./dom.js";
 import { binPeaks, integer, named, short, visible, written } from "./numbers.js";
 
 export const MANY = 16; // with more heads or layers, cells are too small for text
-
-/** The row of a head in the table of heads. */
-export const rowOf = (group, layer, head) => layer * group.heads.length + head;
 
 /** The short name of a head. */
 export const headName = (group, layer, head) => `L${group.layers[layer]} · H${group.heads[head]}`;

@@ -2,11 +2,11 @@
 
 import { TEXT } from "./address.js";
 import { looks } from "./colour.js";
+import { rowOf } from "./data.js";
 import { h, replace } from "./dom.js";
 import { findingTiles, leadOf } from "./findings.js";
 import { csvOf } from "./export.js";
-import { KIND, allHeads, factsOf, HeadCurves, headCard, headName, headTitle, labelOf, markHead, mostSimilar, rowOf, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
-
+import { KIND, allHeads, factsOf, HeadCurves, headCard, headName, headTitle, labelOf, markHead, mostSimilar, similarityMeaning, sizeWords, statisticsOf } from "./heads.js";
 import { Wall } from "./wall.js";
 
 const SIMILAR = 3; // heads that the card names

@@ -14,7 +14,7 @@ from qkv._packages import user_frame
 from qkv.errors import InputError
 from qkv.figures.map import Stored
 from qkv.masks import Mask
-from qkv.profiler.profiles import Profile
+from qkv.profiler.data.profile import ProfileData
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -161,7 +161,7 @@ def layers(w: Any, item: int | None = None, *, stacked: bool = False) -> list[La
         item: batch item, or text of a profile; None if there is only one.
         stacked: whether four dimensions are (layers, h, nq, nk).
     """
-    if isinstance(w, Profile):
+    if isinstance(w, ProfileData):
         texts = w.data.sizes["text"]
         if item is None and texts > 1:
             raise InputError(f"item is None with {texts} texts, expected the text to draw")

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-    from qkv.profiler.profiles import Profile
+    from qkv.profiler.data.profile import ProfileData
 
 SMALL_MULTIPLES = ("sink", "previous", "self", "local", "distance", "entropy_ratio")
 MARKS = {"sparse": "•", "streaming": "s", "retrieval": "r", "positional": "p", "content": "c"}
@@ -76,7 +76,7 @@ class Plots:
         >>> profile.plot.head(3, 1).savefig("head.svg")          # doctest: +SKIP
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: ProfileData) -> None:
         self._profile = profile
 
     def overview(self, text: int | None = None, group: str | None = None) -> Figure:

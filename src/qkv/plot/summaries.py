@@ -32,7 +32,7 @@ from qkv.figures.map import alignment_figure, overlay_figure
 from qkv.plot.given import array, layers, mean_weights, token_lists
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import STATISTICS
-from qkv.profiler.profiles import Profile
+from qkv.profiler.data.profile import ProfileData
 from qkv.statistics.measure import measure_weights
 
 
@@ -179,7 +179,7 @@ def _head_numbers(
 
 def _table(values: Any, statistic: str | None) -> tuple[pd.DataFrame, str]:
     """A table with the columns "layer" and "head", and the name of the column to draw."""
-    if isinstance(values, Profile):
+    if isinstance(values, ProfileData):
         values = values.heads()
     if isinstance(values, pd.DataFrame):
         flat = values.reset_index() if {"layer", "head"} - {*values.columns} else values
@@ -255,7 +255,7 @@ def sinks(w: Any, *, first: int = 0, item: int | None = None, title: str = "", a
 
 def _by_head(w: Any, statistic: str, item: int | None, first: int = 0) -> tuple[pd.DataFrame, str]:
     """The mean of a statistic over the queries of each head, as of `_table`."""
-    if isinstance(w, Profile):
+    if isinstance(w, ProfileData):
         if first:
             raise InputError(f"first is {first} with a Profile, which knows the first token of each text, expected 0")
         with renamed(text="item"):

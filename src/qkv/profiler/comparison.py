@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from qkv._lazy import above
+from qkv._above import above
 from qkv.errors import InputError
 from qkv.profiler.data import archive, tables
 from qkv.profiler.data.findings import Findings
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from qkv.profiler.profiles import Profile
+    from qkv.profiler.data.profile import ProfileData
 
 NOT_QUANTITIES = {"layer", "head", "top_key"}  # columns of the head table whose numbers are indices
 
@@ -43,8 +43,8 @@ class Comparison:
     0.0
     """
 
-    a: Profile
-    b: Profile
+    a: ProfileData
+    b: ProfileData
     groups: dict[str, xr.Dataset]
 
     @property
@@ -92,12 +92,12 @@ class Comparison:
 
     def plot(self, group: str | None = None) -> Figure:
         """Layer × head maps of the differences in entropy, sink and local weight, and the heads that changed most."""
-        figure: Figure = above("qkv.figures.comparison", "comparison_figure")(self, self._name(group))
+        figure: Figure = above("plot comparison", self, self._name(group))
         return figure
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the report of `b`, which begins with what changed since `a`, and return its path."""
-        written: Path = above("qkv.report.html", "write_report")(self.b, path, self)
+        written: Path = above("report", self.b, path, self)
         return written
 
     def __repr__(self) -> str:
@@ -109,7 +109,7 @@ class Comparison:
         return self.a.main if group is None else group
 
 
-def compare(a: Profile, b: Profile) -> Comparison:
+def compare(a: ProfileData, b: ProfileData) -> Comparison:
     """Differences between two profiles of the same texts, head by head and query by query.
 
     Use it for a base model and a fine-tuned one, a model in two dtypes, or with and without an intervention against

@@ -18,7 +18,7 @@ from qkv.report.payload import as_json, payload
 if TYPE_CHECKING:
     from qkv.profiler.analyses.sources import Sources
     from qkv.profiler.comparison import Comparison
-    from qkv.profiler.profiles import Profile
+    from qkv.profiler.data.profile import ProfileData
 
 STYLES = ("base.css", "maps.css", "report.css")
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
@@ -26,7 +26,7 @@ IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
 UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-def write_report(profile: Profile, path: str | os.PathLike[str], comparison: Comparison | None = None) -> Path:
+def write_report(profile: ProfileData, path: str | os.PathLike[str], comparison: Comparison | None = None) -> Path:
     """Write `profile` as one self-contained HTML page, and return its path; it begins with a `comparison`, if given.
 
     The page holds the numbers of every head as `Profile.heads` returns them (to six digits), curves along the text in
@@ -38,7 +38,7 @@ def write_report(profile: Profile, path: str | os.PathLike[str], comparison: Com
     return target
 
 
-def render(profile: Profile, comparison: Comparison | None = None) -> str:
+def render(profile: ProfileData, comparison: Comparison | None = None) -> str:
     """The page as a string."""
     page, blobs = payload(profile)
     title = f"{profile.attrs.get('model', 'Model')} · attention profile"

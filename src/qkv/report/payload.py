@@ -20,7 +20,7 @@ from qkv.profiler.data.tables import MIXED, ROLES, telling_heads, type_table
 if TYPE_CHECKING:
     import xarray as xr
 
-    from qkv.profiler.profiles import Profile
+    from qkv.profiler.data.profile import ProfileData
 
 
 CELLS = 590_000  # largest number of values along the texts: 8,192 tokens of 270 heads take 3 MB; more are binned
@@ -40,7 +40,7 @@ SPEAKERS = ("system", "developer", "user", "assistant", "model", "tool")
 NOT_COLUMNS = ("layer", "head", "module", "target")  # columns of the table of heads that pages get elsewhere
 
 
-def payload(profile: Profile, *, weights: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+def payload(profile: ProfileData, *, weights: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
     """The page's JSON, and its base64 blobs by element id; `weights`: whether these hold all weights of short texts."""
     views = sum(data.sizes["text"] for data in profile.groups.values())
     cells_left, blobs, groups = MAP_CELLS, dict[str, str](), list[dict[str, Any]]()
@@ -219,7 +219,7 @@ def _columns(table: pd.DataFrame, *, every: bool = False) -> dict[str, list[Any]
     return {str(name): _plain(table[name].tolist()) for name in names}
 
 
-def _residual(profile: Profile, name: str) -> dict[str, Any]:
+def _residual(profile: ProfileData, name: str) -> dict[str, Any]:
     """Hidden states by depth of the stack that contains a group: the largest |x|.
 
     With several texts, the largest |x| is the maximum over texts, and the median is taken from the same text.

@@ -17,7 +17,7 @@ from qkv.statistics.maps import Picture
 if TYPE_CHECKING:
     import xarray as xr
 
-    from qkv.profiler.profiles import Profile
+    from qkv.profiler.data.profile import ProfileData
 
 
 class StoredMaps(Maps):
@@ -28,7 +28,7 @@ class StoredMaps(Maps):
         reason: a sentence that says why exact maps are not computed; by default, because there is no model.
     """
 
-    def __init__(self, profile: Profile, reason: str | None = None) -> None:
+    def __init__(self, profile: ProfileData, reason: str | None = None) -> None:
         self._reason = reason
         self._texts = {
             (group, text): trimmed(data, text)

@@ -22,7 +22,7 @@ from qkv.statistics.maps import Picture
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from qkv.profiler.profiles import Profile
+    from qkv.profiler.data.profile import ProfileData
 
 STYLES = ("base.css", "maps.css", "widget.css")
 ROOT = re.compile(r":root((?:\[[^]]*\]|:not\([^)]*\))*)")
@@ -61,7 +61,7 @@ class ProfileWidget(anywidget.AnyWidget):
     ``query`` and ``key`` (the positions selected on the map or in the text, or None), and ``queries`` and ``keys`` (the
     visible part of the map, as [first, stop])."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: ProfileData) -> None:
         page, blobs = payload(profile)
         self._profile = profile
         self._maps: Explorer | StoredMaps = StoredMaps(profile)
@@ -178,10 +178,10 @@ def _check(name: str, value: object, known: Sequence[int]) -> None:
         raise InputError(f"{name} is {value!r}, expected one of {known[0]} to {known[-1]}")
 
 
-_WIDGETS: WeakKeyDictionary[Profile, ProfileWidget] = WeakKeyDictionary()
+_WIDGETS: WeakKeyDictionary[ProfileData, ProfileWidget] = WeakKeyDictionary()
 
 
-def widget_of(profile: Profile) -> ProfileWidget:
+def widget_of(profile: ProfileData) -> ProfileWidget:
     """The widget of a profile, the same at each call, so that its selection is that of every cell which shows it."""
     if profile not in _WIDGETS or _WIDGETS[profile].comm is None:  # it was closed
         _WIDGETS[profile] = ProfileWidget(profile)

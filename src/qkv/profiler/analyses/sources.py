@@ -26,8 +26,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkv._above import above
 from qkv._files import write_atomically
-from qkv._lazy import above
 from qkv._progress import bar
 from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import WithMask
@@ -172,7 +172,7 @@ class Sources:
 
     def plot(self) -> Figure:
         """Draw the shares, sentence by passage, and the effects beside them."""
-        figure: Figure = above("qkv.figures.analyses", "sources_figure")(self)
+        figure: Figure = above("plot sources", self)
         return figure
 
 

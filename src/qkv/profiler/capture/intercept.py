@@ -14,7 +14,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from qkv.engine import Call
 from qkv.profiler.capture.calls import chunked, of_multi_head, of_sdpa, real_keys
+from qkv.profiler.capture.receiver import Receiver
 from qkv.profiler.capture.tracing import Found, Tracer, call_of
-
-if TYPE_CHECKING:
-    from qkv.profiler.capture.observer import Observer
 
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
 SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
@@ -59,7 +57,7 @@ class Intercept(TorchFunctionMode):
     output with the result of a call.
     """
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Receiver) -> None:
         super().__init__()
         self.observer, self.names, self.unreadable = observer, observer.names, observer.unreadable
         self.on_call, self.beside, self.expected = observer.intercepted, observer.beside, frozenset(observer.expected)

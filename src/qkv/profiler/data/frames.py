@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-    from qkv.profiler.profiles import Profile
-
 
 FRAMES = ("pandas", "polars")
 SCORE = " score"  # suffix of a head type's score column where the tables are joined
@@ -103,22 +101,21 @@ def as_frame(table: pd.DataFrame, frame: str) -> Any:
     return polars.DataFrame({name: column.tolist() for name, column in table.items()})
 
 
-def all_of_heads(profile: Profile, group: str | None = None) -> pd.DataFrame:
-    """The tables `heads`, `types` and `sinks` joined into one, with a row per head."""
-    sinks, types = profile.sinks(group=group), profile.types(group)
+def all_of_heads(
+    heads: pd.DataFrame, types: pd.DataFrame, sinks: pd.DataFrame, custom: Mapping[str, Variable]
+) -> pd.DataFrame:
+    """The tables of a profile joined into one, with a row per head."""
     types = types.rename(columns={name: name + SCORE for name in (*ROLES, *TRAITS)})
-    table = profile.heads(group).join(types.drop(columns=["layer", "head"]))
-    return described(
-        table.join(sinks.drop(columns=["layer", "head", "sink_share"])), custom_variables(profile.group(group))
-    )
+    table = heads.join(types.drop(columns=["layer", "head"]))
+    return described(table.join(sinks.drop(columns=["layer", "head", "sink_share"])), custom)
 
 
-def export(profile: Profile, path: Path, group: str | None) -> Path:
-    """Write a profile atomically, in the format of the suffix of `path`."""
+def export(table: pd.DataFrame, path: Path) -> Path:
+    """Write the table of `all_of_heads` atomically, in the format of the suffix of `path`."""
     if path.suffix == ".parquet":
-        write_atomically(path, _parquet(all_of_heads(profile, group)))
+        write_atomically(path, _parquet(table))
     elif path.suffix == ".csv":
-        write_atomically(path, all_of_heads(profile, group).to_csv(index=False))
+        write_atomically(path, table.to_csv(index=False))
     else:
         raise InputError(f"path is {str(path)!r}, expected a suffix of {', '.join(SUFFIXES)}")
     return path

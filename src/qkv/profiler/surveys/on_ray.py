@@ -7,15 +7,13 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from qkv.errors import InputError, refusing
 from qkv.profiler.surveys.folder import Folder, Incomplete
-
-if TYPE_CHECKING:
-    from qkv.profiler.surveys.survey import OnBatch, Surveyor
+from qkv.profiler.surveys.surveyor import OnBatch, Surveyor
 
 RETRIES = 20
 """How often a shard is begun again after its process or machine was lost."""
