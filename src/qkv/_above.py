@@ -13,6 +13,7 @@ ABOVE = {
     "picture": "qkv.plot.composition.picture_of",
     "plot comparison": "qkv.figures.comparison.comparison_figure",
     "plot sources": "qkv.figures.analyses.sources_figure",
+    "press": "qkv.huggingface.presses.press_policy",
     "report": "qkv.report.html.write_report",
 }
 """What a method hands its object to."""

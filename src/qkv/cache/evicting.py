@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkv._above import above
 from qkv._contract import require
-from qkv._lazy import above
 from qkv._registry import Registry
 from qkv.attention import Attention
 from qkv.cache.base import PAST, Cache, Step, check_distance_mask
@@ -555,7 +555,7 @@ def policies_of(chosen: Sequence[str | type[Evicting]], keys: int, first: int = 
     for policy in chosen:
         of_class = isinstance(policy, type) and issubclass(policy, Evicting)
         if isinstance(policy, str) and policy.startswith("kvpress:"):
-            made: Any = above("qkv.huggingface.presses", "press_policy")(policy)
+            made: Any = above("press", policy)
         elif not of_class and policy not in known:
             hint = nearest(policy, known) if isinstance(policy, str) else ", and subclasses of qkv.cache.Evicting"
             raise InputError(f"policies has {policy!r}, expected some of {', '.join(known)}{hint}")
