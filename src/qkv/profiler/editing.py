@@ -35,7 +35,8 @@ def edit(model: nn.Module, edits: Mapping[Key, Edit | str]) -> Iterator[None]:
     after an error.
 
     Args:
-        model: as in `qkv.profile`; its attention must be that of qkv, transformers' interface or torch's SDPA.
+        model: as in `qkv.profile`; its attention must be that of qkv, transformers' interface, torch's SDPA or
+            `nn.MultiheadAttention`.
         edits: by ``(layer, head)``, with the layers of self-attention counted from 0 in the order of the forward; by
             ``(module name, head)``; or by ``(group, layer, head)`` in models with several kinds of attention.
             ``(layer, "mlp")`` is the output of the feed-forward module of a layer, ``(layer, "residual")`` the residual

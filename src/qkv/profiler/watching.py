@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.models.loading import name_of_model
+from qkv.profiler.capture.caches import overridden
 from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences
-from qkv.profiler.capture.observe import OBSERVERS, following, overridden
+from qkv.profiler.capture.observe import OBSERVERS, following
 from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, of_items
 from qkv.profiler.capture.sequence import Sequence

@@ -22,9 +22,9 @@ from qkv.edits import AtTokens, Edit, Head, HideFirst, Mean, Values, Zero
 from qkv.errors import InputError, nearest, refusing
 from qkv.models.decoder import DecoderLM
 from qkv.models.generation import evaluation_mode
+from qkv.profiler.capture.caches import overridden
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches, texts_of
-from qkv.profiler.capture.observe import overridden
 from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.capture.record import mapped
 from qkv.profiler.capture.residual import attention_modules, layer_around

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +165,19 @@ class Installed:
                 self.users.remove(user)
                 if not self.users:
                     self.installed.close()
+
+
+@contextmanager
+def overridden(owner: object, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, a model or a module of Python has other functions."""
+    before = {name: vars(owner)[name] for name in functions if name in vars(owner)}
+    vars(owner).update(functions)
+    try:
+        yield
+    finally:
+        for name in functions:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)
 
 
 class _Listening(Installed):

@@ -58,8 +58,15 @@ def of_sdpa(
         else:
             attn_mask = _four(attn_mask.expand(*lead, n_queries, n_keys), heads)
         mask, bias, _ = read_mask(attn_mask.expand(*attn_mask.shape[:2], n_queries, n_keys), n_queries, n_keys)
-    call = Call.of(query, key, value, mask, bias, Dot(scale), dropout_p=dropout_p)
+    call = Call.of(query, key, value, mask, bias, Dot(scale), dropout_p=dropout_p, seed=0)  # drawn, it would change what the model draws
     return call, torch.Size((*lead, n_queries, value.shape[-1]))
+
+
+def multi_head_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of ``F.multi_head_attention_forward`` by name, with its defaults."""
+    bound = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
@@ -67,9 +74,7 @@ def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
 
     (That function works in (length, batch, width), and its boolean masks are True where a query may *not* attend.)
     """
-    bound = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    a = bound.arguments
+    a = multi_head_arguments(*args, **kwargs)
     if a["static_k"] is not None or a["static_v"] is not None:
         return None
     heads = a["num_heads"]
@@ -86,10 +91,11 @@ def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
     n_queries, n_keys = q.shape[2], k.shape[2]
     mask: Mask | None = None
     bias: tuple[Any, ...] = ()
-    attn_mask = a["attn_mask"]
+    attn_mask, padding = a["attn_mask"], a["key_padding_mask"]
+    if a["is_causal"] and padding is None and not a["need_weights"]:  # the mask is not read, only this says what it is
+        attn_mask, mask = None, Causal() if n_queries == n_keys else Shifted(Causal(), 0)
     if attn_mask is not None:
         attn_mask = attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask.unflatten(0, (batch, heads))
-    padding = a["key_padding_mask"]
     if padding is not None:
         padding = padding.view(batch, 1, 1, -1)
     for masked in (attn_mask, padding):
@@ -99,15 +105,49 @@ def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
             mask = read if mask is None else mask if read is None else mask & read
             bias += added
     dropout = a["dropout_p"] if a["training"] else 0.0
-    return Call.of(q, k, v, mask, bias, dropout_p=dropout)
+    return Call.of(q, k, v, mask, bias, dropout_p=dropout, seed=0)
+
+
+def of_fast_path(
+    module: nn.MultiheadAttention | nn.TransformerEncoderLayer, x: Float[Tensor, "b n d"], mask: Tensor | None,
+    padding: Tensor | None, length: int | None,
+) -> tuple[Call, Bool[Tensor, "b n"] | None]:  # fmt: skip
+    """The call of self-attention that torch's fast path makes, and its real keys as of `real_keys`.
+
+    Args:
+        module: a module of torch with ``batch_first=True``.
+        x: its input; may be nested.
+        mask: as the module is given it. On the fast path, a pair is masked if the mask has any number but 0 there.
+        padding: the same for keys.
+        length: the number of tokens to which a nested input is padded; as many as it has if None.
+    """
+    if x.is_nested:
+        lengths = torch.tensor([len(one) for one in x.unbind()], device=x.device)
+        length = int(lengths.max()) if length is None else length
+        x = x.to_padded_tensor(0.0, (len(lengths), length, x.size(2)))
+        padding = torch.arange(length, device=x.device) >= lengths[:, None]
+    attention = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
+    if isinstance(module, nn.TransformerEncoderLayer):
+        norm = module.norm1
+        x = F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps) if module.norm_first else x
+    mask, padding = (None if one is None else one != 0 for one in (mask, padding))
+    x, given = x.transpose(0, 1), {"attn_mask": mask, "key_padding_mask": padding, "training": False}
+    args = (
+        x, x, x, attention.embed_dim, attention.num_heads, attention.in_proj_weight, attention.in_proj_bias, None, None,
+        False, 0.0, attention.out_proj.weight, attention.out_proj.bias,
+    )  # fmt: skip
+    call = of_multi_head(*args, **given)
+    assert call is not None
+    return call, real_keys(call, *args, **given)
 
 
 def real_keys(call: Call, *args: Any, **kwargs: Any) -> Bool[Tensor, "b nk"] | None:
     """True at keys that the padding mask of ``F.multi_head_attention_forward`` does not hide; None if it has none."""
     padding = MULTI_HEAD_SIGNATURE.bind(*args, **kwargs).arguments.get("key_padding_mask")
-    if padding is None or padding.shape[-1] != call.k.shape[2]:  # other keys are appended
+    if padding is None:
         return None
-    return (~padding if padding.dtype == torch.bool else padding > MASKED).expand(len(call.q), -1)
+    real = (~padding if padding.dtype == torch.bool else padding > MASKED).expand(len(call.q), -1)
+    return F.pad(real, (0, call.k.shape[2] - real.shape[1]), value=True)  # keys that the function appends
 
 
 def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:

@@ -380,7 +380,7 @@ def states_of(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]
         x for name, x in flat
         if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 3 and not _NOT_TOKENS.search(name)
     ]  # fmt: skip
-    return len({(x.data_ptr(), x.shape) for x in states})
+    return len({(x.data_ptr(), x.numel()) for x in states})
 
 
 def of_call(

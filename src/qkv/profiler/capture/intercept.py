@@ -11,21 +11,31 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qkv.engine import Call
-from qkv.profiler.capture.calls import chunked, of_multi_head, of_sdpa, real_keys
+from qkv.engine import Call, Result
+from qkv.errors import InputError
+from qkv.profiler.capture.caches import Installed, overridden
+from qkv.profiler.capture.calls import chunked, multi_head_arguments, of_fast_path, of_multi_head, of_sdpa, real_keys
+from qkv.profiler.capture.interventions import ACTIVE
 from qkv.profiler.capture.receiver import Receiver
 from qkv.profiler.capture.tracing import Found, Tracer, call_of
 
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
+FAST_PATHS = {
+    torch._native_multi_head_attention: nn.MultiheadAttention.forward.__code__,
+    torch._transformer_encoder_layer_fwd: nn.TransformerEncoderLayer.forward.__code__,
+}
+"""Functions that compute a module of torch at once, and the code that calls them."""
+_ENCODER = nn.TransformerEncoder.forward.__code__
 SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "nhead", "heads")
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
@@ -47,6 +57,29 @@ def unwatched() -> Iterator[None]:
         yield
 
 
+def _stands_aside() -> AbstractContextManager[None]:
+    """Inside, modules of torch that look for function modes before they take their fast path do not see `Intercept`.
+
+    The fast path of `nn.TransformerEncoder` gives other numbers than its other path, at padding other ones altogether.
+    """
+    own = torch.overrides.has_torch_function
+
+    def has_torch_function(arguments: Iterable[Any]) -> bool:
+        modes = torch.overrides._get_current_function_mode_stack()
+        if not modes or not all(isinstance(mode, Intercept) and mode.stands_aside for mode in modes):
+            return own(arguments)
+        for _ in modes:
+            torch._C._pop_torch_function_stack()
+        try:
+            return own(arguments)
+        finally:
+            for mode in modes:
+                torch._C._push_on_torch_function_stack(mode)
+
+    return overridden(torch.overrides, {"has_torch_function": has_torch_function})
+
+
+standing_aside = Installed(_stands_aside)
 NO_HEADS = "it has no attribute num_heads; set one"
 
 
@@ -66,6 +99,11 @@ class Intercept(TorchFunctionMode):
         self.waiting: list[list[Waiting]] = []  # calls of one module; several are one, if their queries follow
         self.refused: set[str] = set()  # modules that cannot be read in the forward that runs
         self.other: dict[str, str] = {}  # attention modules with a softmax over features
+
+    @property
+    def stands_aside(self) -> bool:
+        """Whether modules of torch may take their fast path, in which heads are read and not edited."""
+        return self.beside and not ACTIVE.get(self.observer.model)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -101,7 +139,7 @@ class Intercept(TorchFunctionMode):
                 if self.beside:
                     out = func(*args, **kwargs)
                     mine = out.reshape(*call.q.shape[:3], call.v.shape[3])
-                    made = self.on_call(self.names[id(module)], "sdpa", call, mine)
+                    made = self.on_call(self.names[id(module)], "sdpa", call, Result(mine))
                     return out if made.out is mine else made.out.reshape(out.shape)
                 result = self.on_call(self.names[id(module)], "sdpa", call)
                 self.observer.checks.of_torch(
@@ -114,16 +152,55 @@ class Intercept(TorchFunctionMode):
             if multi_head is None:
                 self._cannot_read("its keys or values are projected outside of it")
             else:
-                self.on_call(
-                    self.names[id(module)],
-                    "sdpa",
-                    multi_head,
-                    editable=False,
-                    keys=real_keys(multi_head, *args, **kwargs),
-                )
+                arguments, name = multi_head_arguments(*args, **kwargs), self.names[id(module)]
+                given = {
+                    "keys": real_keys(multi_head, *args, **kwargs),
+                    "appended": (arguments["bias_k"] is not None) + arguments["add_zero_attn"],
+                }
+                if ACTIVE.get(self.observer.model):
+                    return self._edited(name, multi_head, arguments, given)
+                self.on_call(name, "sdpa", multi_head, **given)
+        elif func in FAST_PATHS:
+            self._fast_path(FAST_PATHS[func])
         elif func in SOFTMAX:
             self._softmax(*args, **kwargs)
         return None
+
+    def _edited(
+        self, name: str, call: Call, arguments: dict[str, Any], given: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output and weights of `multi_head_attention_forward` after the edits of its heads."""
+        weight, bias, batched = arguments["out_proj_weight"], arguments["out_proj_bias"], arguments["query"].ndim == 3
+        alone = {"out_proj_weight": torch.eye(weight.shape[1]).to(weight), "out_proj_bias": None}
+        own, weights = MULTI_HEAD(**arguments | alone | {"average_attn_weights": False})
+        b, h, n, _ = call.q.shape
+        own = own.reshape(n, b, h, -1).permute(1, 2, 0, 3)
+        weights = None if weights is None else weights.reshape(b, h, n, -1)
+        made = self.on_call(name, "sdpa", call, Result(own, None, weights), **given)
+        heads = made.out.permute(2, 0, 1, 3).reshape(n * b, weight.shape[1])
+        out = nn.functional.linear(heads, weight, bias).view(n, b, -1)
+        weights = made.weights
+        if weights is not None and arguments["average_attn_weights"]:
+            weights = weights.mean(1)
+        return (out, weights) if batched else (out[:, 0], None if weights is None else weights[0])
+
+    def _fast_path(self, caller: CodeType) -> None:
+        """Report a module of torch that is computed at once, from what its forward was given."""
+        frame, encoder = _frame_of(caller), _frame_of(_ENCODER)
+        if frame is None or id(frame["self"]) not in self.names:
+            self._cannot_read("it calls the function of torch's fast path itself")
+            return
+        self._deliver()
+        module = frame["self"]
+        if isinstance(module, nn.MultiheadAttention):
+            x, mask, padding = frame["query"], frame["attn_mask"], frame["key_padding_mask"]
+        else:
+            x, mask, padding = frame["src"], frame["src_mask"], frame["src_key_padding_mask"]
+        padded = encoder is not None and x.is_nested and not encoder["src"].is_nested
+        length = encoder["src"].shape[1] if padded and encoder is not None else None
+        call, keys = of_fast_path(module, x, mask, padding, length)
+        name = self.names[id(getattr(module, "self_attn", module))]
+        self.on_call(name, "sdpa", call, keys=keys, one_state=True)
 
     def _softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         """A softmax in a module that is called attention, but over features, is no attention that can be read."""
@@ -189,6 +266,11 @@ class Intercept(TorchFunctionMode):
     def begins(self, inputs: Sequence[Any], *, outermost: bool) -> None:
         """The forward of a module begins."""
         read = [x for x in inputs if isinstance(x, Tensor) and x.ndim]
+        if any(x.is_nested for x in read) and not self.stands_aside:
+            raise InputError(
+                "inputs has a nested tensor, which can only be watched; expected a padded tensor and its padding mask"
+            )
+        read = [x for x in read if not x.is_nested]
         if outermost:
             self.sizes.clear()
             self.tracer.begins(read)
@@ -218,6 +300,14 @@ class Intercept(TorchFunctionMode):
                 return None if self.names[id(module)] in self.expected else module
             frame = frame.f_back  # type: ignore[assignment]
         return None
+
+
+def _frame_of(code: CodeType) -> dict[str, Any] | None:
+    """The variables of the innermost running function with this code."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals
 
 
 @dataclass(frozen=True, eq=False)

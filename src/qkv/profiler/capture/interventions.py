@@ -122,7 +122,8 @@ def applied(
         if found and not editable:
             raise InputError(
                 f"edits has {module}, which forms its weights itself, so that its heads cannot be edited; expected "
-                "attention of qkv, of transformers' attention interface or of torch's scaled_dot_product_attention"
+                "attention of qkv, of transformers' attention interface, of torch's scaled_dot_product_attention or of "
+                "nn.MultiheadAttention"
             )
         for number, edit in found.items():
             if not 0 <= number < heads:

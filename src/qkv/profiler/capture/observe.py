@@ -10,9 +10,10 @@ The model and transformers' registries are restored afterwards, also after an er
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,8 @@ from qkv.huggingface.attention import is_known, routed, routes, wrapped
 from qkv.kernels import serving
 from qkv.models.generation import evaluation_mode
 from qkv.nn import Composition
-from qkv.profiler.capture.caches import Installed, listening
+from qkv.profiler.capture.caches import Installed, listening, overridden
+from qkv.profiler.capture.intercept import standing_aside
 from qkv.profiler.capture.interventions import ACTIVE, Edits
 from qkv.profiler.capture.observer import Observer, Run
 
@@ -73,19 +75,6 @@ OBSERVERS: WeakKeyDictionary[nn.Module, list[Observer]] = WeakKeyDictionary()
 """Who observes a model."""
 
 
-@contextmanager
-def overridden(owner: object, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, a model or a module of Python has other functions."""
-    before = {name: vars(owner)[name] for name in functions if name in vars(owner)}
-    vars(owner).update(functions)
-    try:
-        yield
-    finally:
-        for name in functions:
-            vars(owner).pop(name, None)
-        vars(owner).update(before)
-
-
 def _counted(own: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
     """A method that reads tokens, and counts as a forward."""
 
@@ -103,7 +92,7 @@ def _counted(own: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
 @contextmanager
 def _computing(observer: Observer) -> Iterator[None]:
     """Inside, an observer beside the model receives its calls."""
-    with _uncompiled(), _routed(observer), _hooked(observer), serving(observer.observe_call):
+    with _uncompiled(), standing_aside(), _routed(observer), _hooked(observer), serving(observer.observe_call):
         yield
 
 
@@ -224,21 +213,45 @@ def _routed(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def _hooked(observer: Observer) -> Iterator[None]:
-    """Install hooks that tell the observer which modules are running."""
+    """Install hooks that tell the observer which modules are running.
+
+    In layers of `nn.TransformerEncoder` functions around their forwards do so: with hooks they would compute otherwise.
+    """
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         observer.leave(module, output)
 
+    layers = [x for x in observer.model.modules() if isinstance(x, nn.TransformerEncoderLayer)]
+    unhooked = {id(x) for layer in layers for x in layer.modules()}
     with ExitStack() as hooks:
         for name, module in observer.model.named_modules():
             of_torch = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
             if isinstance(module, Composition) or of_torch:  # its calls belong to the layer that contains it
                 continue
-            if not name or not observer.routed or name in observer.around:
+            if id(module) in unhooked:
+                hooks.enter_context(overridden(module, {"forward": _reporting(module, observer)}))
+            elif not name or not observer.routed or name in observer.around:
                 hooks.enter_context(module.register_forward_pre_hook(observer.enter, prepend=True, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         hooks.callback(observer.interrupted)
         yield
+
+
+def _reporting(module: nn.Module, observer: Observer) -> Callable[..., Any]:
+    """The forward of a module, which tells the observer when it runs."""
+    own = module.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, **named: Any) -> Any:
+        observer.enter(module, args, named)
+        output = None
+        try:
+            output = own(*args, **named)
+        finally:
+            observer.leave(module, output)
+        return output
+
+    return forward
 
 
 def _refuse_split_heads(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from qkv.profiler.capture.inputs import Sequences, arguments_of
 from qkv.profiler.capture.intercept import Intercept, all_routed, calls_of_module, unwatched
 from qkv.profiler.capture.interventions import ACTIVE, applied
 from qkv.profiler.capture.layer import Layer
-from qkv.profiler.capture.record import WEIGHTS_ONLY, ObservedCall, Receive, Record, Recorder, served
+from qkv.profiler.capture.record import WEIGHTS_ONLY, ObservedCall, Receive, Record, Recorder, served, weights_of
 from qkv.profiler.capture.texts import Forward, Texts
 
 
@@ -173,13 +173,16 @@ class Observer:
         return self._received(name, "qkv", call, compute, known=known, fused=fused)
 
     def intercepted(
-        self, name: str, source: str, call: Call, own: Tensor | None = None, *, editable: bool = True,
-        keys: Tensor | None = None,
+        self, name: str, source: str, call: Call, own: Result | None = None, *, keys: Tensor | None = None,
+        appended: int = 0,
     ) -> Result:  # fmt: skip
-        """Receive a call that torch's functions compute; `own` is the output that the model has computed already."""
-        own = call.v[:, :, :0] if own is None and self.beside else own  # the model computes it later
-        known = None if own is None else Result(own, None)
-        return self._received(name, source, call, served, keys, known=known, editable=editable)
+        """Receive a call that torch's functions compute; `own` is its result, if the model has computed it already.
+
+        So many of the last keys are `appended`, and are no tokens.
+        """
+        known = Result(call.v[:, :, :0]) if own is None and self.beside else own  # the model computes it later
+        compute = served if known is None or known.weights is None else _with_weights
+        return self._received(name, source, call, compute, keys, known=known, appended=appended)
 
     def intercept(self) -> AbstractContextManager[object]:
         """A context that observes attention which the model computes by torch's functions, as far as it may."""
@@ -222,7 +225,13 @@ class Observer:
             if self.beside and not (known or run.outer is not None or self._skips()):
                 run.opened.enter_context(self.intercept())
         if run.intercept is not None:
-            run.intercept.begins([*args, *named.values()], outermost=not run.running)
+            try:
+                run.intercept.begins([*args, *named.values()], outermost=not run.running)
+            except InputError:
+                if not run.running:
+                    run.opened.close()
+                    self.ends(module, None)
+                raise
         self.ran.add(id(module))
         if run.sequences.two:
             run.states[self.names[id(module)]] = inputs.states_of(module, args, named)
@@ -291,7 +300,7 @@ class Observer:
 
     def _received(
         self, name: str, source: str, call: Call, compute: Callable[[Any], Result], keys: Tensor | None = None, *,
-        known: Result | None = None, fused: bool = True, editable: bool = True,
+        known: Result | None = None, fused: bool = True, appended: int = 0,
     ) -> Result:  # fmt: skip
         """The result of a call of a module after the edits of `qkv.edit` and the receiver.
 
@@ -305,7 +314,7 @@ class Observer:
         call = replace(call, dropout_p=0.0) if call.dropout_p else call
         self.sources[name] = "differential" if name in self.differential else source
         self.on_call(name)
-        observed = self._observed(name, source, call, keys)
+        observed = self._observed(name, source, call, keys, appended)
         again = name in self.differential and self.run.made[name] % 2 == 0  # the same softmaxes, for other values
         result, changed = known, dict[int, Call]()
         if observed.step:  # one of several queries over the same keys
@@ -313,7 +322,7 @@ class Observer:
         elif self.run.forward is not None:
             self.run.forward.attends(self.modules.get(name), observed.group)
         if ACTIVE.get(self.model) and not observed.step:
-            editable = editable and observed.step is None and observed.source not in WEIGHTS_ONLY
+            editable = observed.step is None and observed.source not in WEIGHTS_ONLY
             self._check_parts(name, observed)
             result, changed = applied(
                 self.model, name, observed.group, observed.layer, partial(self._place, observed), call,
@@ -359,9 +368,9 @@ class Observer:
         layer.add(observed, observed.step or 0, 0, None)
         return served(observed.call) if result is None else result
 
-    def _observed(self, name: str, source: str, call: Call, keys: Tensor | None) -> ObservedCall:
+    def _observed(self, name: str, source: str, call: Call, keys: Tensor | None, appended: int) -> ObservedCall:
         """A call with its place in the model and in the text."""
-        run, n_queries, n_keys = self.run, call.q.shape[2], call.k.shape[2]
+        run, n_queries, n_keys = self.run, call.q.shape[2], call.k.shape[2] - appended
         mask, real = call.mask, run.sequences.real_target.get(n_queries)
         read = source not in ("interface", "qkv")  # from torch's functions
         if read and isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
@@ -387,7 +396,9 @@ class Observer:
         own, layer = self._number(group, name)
         if keys is None and group in ("self", "text", "encoder", "cross", "decoder"):
             keys = (run.sequences.real_target if group == "decoder" else run.sequences.real_source).get(n_keys)
-        queries = keys if group != "cross" and n_queries == n_keys else run.sequences.real_target.get(n_queries)
+            keys = None if keys is None else nn.functional.pad(keys, (0, appended), value=True)
+        own_keys = None if keys is None else keys[:, :n_keys]
+        queries = own_keys if group != "cross" and n_queries == n_keys else run.sequences.real_target.get(n_queries)
         queries = None if steps else queries
         first = 0 if keys is None else run.first(keys)
         step = 0 if steps else None
@@ -488,6 +499,11 @@ class Observer:
         if self.layers is None or layer in self.layers:
             self.receive.shared(name, group, layer, shared, result)
         return result
+
+
+def _with_weights(call: Call) -> Result:
+    result = served(call)
+    return Result(result.out, result.lse, weights_of(call).to(result.out.dtype))
 
 
 def unobserved(observer: Observer) -> list[str]:

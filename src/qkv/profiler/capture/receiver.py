@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkv.engine import Call, Result
 
@@ -19,6 +19,7 @@ class Comparisons(Protocol):
 class Receiver(Protocol):
     """Receives calls that torch's functions compute, or a model writes out."""
 
+    model: nn.Module
     names: dict[int, str]
     """The name of each module, by its id."""
     unreadable: dict[str, str]
@@ -33,6 +34,6 @@ class Receiver(Protocol):
     def checks(self) -> Comparisons: ...
 
     def intercepted(
-        self, name: str, source: str, call: Call, own: Tensor | None = None, *, editable: bool = True,
-        keys: Tensor | None = None,
+        self, name: str, source: str, call: Call, own: Result | None = None, *, keys: Tensor | None = None,
+        appended: int = 0, one_state: bool = False,
     ) -> Result: ...  # fmt: skip

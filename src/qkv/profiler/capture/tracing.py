@@ -143,7 +143,7 @@ class Tracer:
     def saw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """A function of torch was called."""
         results = [result] if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else ()
-        results = [x for x in results if isinstance(x, Tensor)]
+        results = [x for x in results if isinstance(x, Tensor) and not x.is_nested]
         if not results:
             return
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
@@ -445,7 +445,7 @@ def _checked(note: Note) -> Note:
 
 def _tensors(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
-        return [x]
+        return [] if x.is_nested else [x]
     return [y for one in x for y in _tensors(one)] if isinstance(x, tuple | list) else []
 
 
