@@ -174,12 +174,21 @@ class Observer:
 
     def intercepted(
         self, name: str, source: str, call: Call, own: Result | None = None, *, keys: Tensor | None = None,
-        appended: int = 0,
+        appended: int = 0, one_state: bool = False,
     ) -> Result:  # fmt: skip
-        """Receive a call that torch's functions compute; `own` is its result, if the model has computed it already.
+        """Receive a call that torch's functions compute.
 
-        So many of the last keys are `appended`, and are no tokens.
+        Args:
+            name: of the module.
+            source: kind of the function.
+            call: the call.
+            own: its result, if the model has computed it already.
+            keys: True at real keys, if the padding mask is known.
+            appended: how many of the last keys are no tokens.
+            one_state: whether queries and keys are known to come from the same hidden states.
         """
+        if one_state:
+            self.run.states[name] = 1
         known = Result(call.v[:, :, :0]) if own is None and self.beside else own  # the model computes it later
         compute = served if known is None or known.weights is None else _with_weights
         return self._received(name, source, call, compute, keys, known=known, appended=appended)
