@@ -58,7 +58,8 @@ def of_sdpa(
         else:
             attn_mask = _four(attn_mask.expand(*lead, n_queries, n_keys), heads)
         mask, bias, _ = read_mask(attn_mask.expand(*attn_mask.shape[:2], n_queries, n_keys), n_queries, n_keys)
-    call = Call.of(query, key, value, mask, bias, Dot(scale), dropout_p=dropout_p, seed=0)  # drawn, it would change what the model draws
+    # A seed that is drawn here would change the random numbers that the model draws.
+    call = Call.of(query, key, value, mask, bias, Dot(scale), dropout_p=dropout_p, seed=0)
     return call, torch.Size((*lead, n_queries, value.shape[-1]))
 
 
