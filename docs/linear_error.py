@@ -14,8 +14,8 @@ from torch import Tensor
 
 import qkv
 from qkv.features import Favor, elu_plus_one
-from qkv.figures.layout import ACCENT, HAIRLINE, INK, MUTED, WARM
 from qkv.linear import linear_attend, linformer
+from qkv.plot.layout import ACCENT, HAIRLINE, INK, MUTED, WARM
 
 N, D, SEEDS = 512, 32, 20
 SIZES = [2**i for i in range(2, 13)]

@@ -29,8 +29,8 @@ from make_screenshots import small
 
 import qkv
 from qkv import cli
-from qkv.figures.layout import save_figure
 from qkv.models.loading import load_model
+from qkv.plot.layout import save_figure
 from qkv.profiler.corpora import default_text
 from research.sinks.run import stored
 

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from qkv.figures.layout import HAIRLINE, INK, MUTED
+from qkv.plot.layout import HAIRLINE, INK, MUTED
 
 
 def table(result: dict[str, Any]) -> list[str]:

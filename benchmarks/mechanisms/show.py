@@ -79,7 +79,7 @@ def figure(result: dict[str, Any], path: Path) -> None:
     """
     import matplotlib.pyplot as plt
 
-    from qkv.figures.layout import HAIRLINE, INK, MUTED
+    from qkv.plot.layout import HAIRLINE, INK, MUTED
 
     lengths, rows = _lengths(result), result["mechanisms"]
     rows = {

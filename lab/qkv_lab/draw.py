@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from qkv.figures.layout import HAIRLINE, INK, MUTED, heat, save_figure, write_cells
+from qkv.plot.layout import HAIRLINE, INK, MUTED, heat, save_figure, write_cells
 
 __all__ = [
     "COLOURS", "HAIRLINE", "INK", "MARKERS", "MUTED", "curves", "heatmap", "panels", "plain", "save_figure", "scale",

@@ -72,7 +72,7 @@ def run_model(model: str, text: Path | None, out: Path | None, ids: Sequence[str
         ids: numbers of claims to print; all if empty.
         as_json: print JSON.
     """
-    from qkv.figures.layout import save_figure
+    from qkv.plot.layout import save_figure
     from research.claims.models import TOY
     from research.sinks import study
 

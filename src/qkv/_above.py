@@ -1,7 +1,7 @@
 """The only imports that go up: methods of data and definitions that hand their object to a room above.
 
-Data does not depend on drawing: `Comparison.plot` and `Mask._repr_png_` are names for what the rooms `plot`, `figures`
-and `report` do with it. A room is loaded on use.
+Data does not depend on drawing: `Comparison.plot` and `Mask._repr_png_` are names for what the rooms `plot` and
+`report` do with it. A room is loaded on use.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 ABOVE = {
     "picture": "qkv.plot.composition.picture_of",
-    "plot comparison": "qkv.figures.comparison.comparison_figure",
-    "plot sources": "qkv.figures.analyses.sources_figure",
+    "plot comparison": "qkv.plot.comparison.comparison_figure",
+    "plot sources": "qkv.plot.analyses.sources_figure",
     "press": "qkv.huggingface.presses.press_policy",
     "report": "qkv.report.html.write_report",
 }

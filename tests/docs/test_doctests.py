@@ -85,7 +85,7 @@ def test_an_example_of_the_core_fails_or_has_other_shapes() -> None:
 def test_an_example_outside_of_the_core_fails(
     name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if name != "qkv.figures.layout":  # which reads the files that it draws
+    if name != "qkv.plot.layout":  # which reads the files that it draws
         request.getfixturevalue("undrawn")
     monkeypatch.setattr(laws, "kernels_for", lambda size: ["auto", "eager", "tiled"])  # tests/core/test_testing: all
     monkeypatch.setattr(probes, "TOKENS", 16)

@@ -30,7 +30,7 @@ ORDER = {
         "statistics", "choice", "_plan", "_operator", "attention", "ring",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.editing", "profiler.surveys", "profiler.explore",
-        "profiler.analyses", "profiler.comparison", "figures", "plot", "page", "report",
+        "profiler.analyses", "profiler.comparison", "plot", "page", "report",
         "profiler", "tracking", "server", "cli", "__main__",
     ],
     "qkv_lab": [

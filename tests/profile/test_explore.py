@@ -22,9 +22,9 @@ from conftest import Command, largest_tensor, oracle, rand, refusals, refused, s
 from hf_models import build, inputs
 from qkv import masks, normalizers
 from qkv.engine import Call
-from qkv.figures.map import map_figure
 from qkv.models import load
 from qkv.models.checkpoint import folder_of
+from qkv.plot.map import map_figure
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore import pyramid
 from qkv.profiler.explore.attention_map import AttentionMap, attention_map

@@ -18,9 +18,9 @@ import qkv
 from conftest import MASKS, Command, close, enlarged, largest_tensor, oracle, rand, refusals, set_tile, triple
 from qkv import masks, normalizers
 from qkv.engine import Call
-from qkv.figures.analyses import flow_figure
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Normalizer
+from qkv.plot.analyses import flow_figure
 from qkv.profiler.analyses.flow import rollout
 from qkv.profiler.capture.datasets import calls_of
 from qkv.statistics.measure import row_state

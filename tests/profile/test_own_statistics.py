@@ -16,7 +16,7 @@ import qkv
 from conftest import refused
 from own_objects import Heavy, Taken
 from qkv.errors import InputError
-from qkv.figures import survey as survey_plots
+from qkv.plot import survey as survey_plots
 from qkv.profiler import Profile, Survey, survey
 from qkv.profiler.data.variables import custom_variables
 from qkv.profiler.surveys.data import QUANTITIES

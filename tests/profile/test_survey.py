@@ -22,8 +22,8 @@ import hf_models as hf
 from conftest import rand, refused
 from qkv._survey_settings import Settings
 from qkv.errors import InputError
-from qkv.figures import survey as survey_plots
 from qkv.models.tokenizers import ByteTokenizer
+from qkv.plot import survey as survey_plots
 from qkv.profiler import profile
 from qkv.profiler.surveys import corpus
 from qkv.profiler.surveys.data import BINS, DIGITS, QUANTITIES, Layer, edges

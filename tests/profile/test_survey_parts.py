@@ -18,8 +18,8 @@ import survey_process
 from conftest import Command, refused
 from forked import Forked
 from qkv._survey_settings import Settings
-from qkv.figures import survey as survey_plots
 from qkv.models import checkpoint
+from qkv.plot import survey as survey_plots
 from qkv.profiler.surveys.corpus import of_addresses
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.folder import Folder, Incomplete, check_complete, merge_folders

@@ -17,7 +17,7 @@ from conftest import refused
 from hf_models import enliven
 from hf_zoo import ALL, DISAGREE, ROUTED, examine
 from qkv.cli.terminal import head_grid
-from qkv.figures.layout import MASKED
+from qkv.plot.layout import MASKED
 
 PUBLISHED = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text(encoding="utf-8")
 QUICK = ("gpt_oss", "deepseek_v32", "diffllama", "doge", "beit", "siglip", "gptj", "falcon", "squeezebert")

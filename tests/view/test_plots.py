@@ -21,7 +21,7 @@ import profile_fixture as made
 import qkv
 from conftest import refusals, refused
 from qkv import masks, plot
-from qkv.figures.map import sentence
+from qkv.plot.map import sentence
 from qkv.profiler import Profile
 from qkv.profiler.data.findings import Finding, FindingList
 from qkv.statistics.maps import Picture

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from torch import Tensor
 
-from qkv.figures.layout import COLOURS, DIVERGING, heat, write_cells
+from qkv.plot.layout import COLOURS, DIVERGING, heat, write_cells
 from qkv_lab.draw import INK, panels, save_figure
 
 WRITTEN = 8  # tables up to this many rows and columns have their numbers written in the cells

@@ -181,7 +181,7 @@ def greedy_captions(model: Any, images: Tensor) -> list[list[int]]:
 
 def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Measured, kind: str) -> Figure:
     """One image per generated word, darkened where the attention is low, with the named object outlined."""
-    from qkv.figures.map import show_image
+    from qkv.plot.map import show_image
     from qkv_lab.draw import panels
 
     rows = [-(-(len(words) + 1) // COLUMNS) for _, _, words, _ in shown]

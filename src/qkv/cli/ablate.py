@@ -46,8 +46,8 @@ def ablate(
         layers: Layers whose heads are removed; all by default.
         out: Folder for the results. It is created if it does not exist.
     """
-    from qkv.figures.analyses import ablation_figure
-    from qkv.figures.layout import save_figure
+    from qkv.plot.analyses import ablation_figure
+    from qkv.plot.layout import save_figure
     from qkv.profiler.analyses.ablation import ablation
 
     chosen = None if layers is None else numbers(layers)

@@ -78,8 +78,8 @@ def evict(
         out: Folder for the results. It is created if it does not exist.
     """
 
-    from qkv.figures.analyses import budget_figure, heads_figure, needle_figure
-    from qkv.figures.layout import save_figure
+    from qkv.plot.analyses import budget_figure, heads_figure, needle_figure
+    from qkv.plot.layout import save_figure
     from qkv.profiler.analyses import eviction
 
     sizes = numbers(budgets, "--budgets")

@@ -55,8 +55,8 @@ def flow(
         group: For an encoder-decoder: trace the encoder or the decoder.
         out: Folder for the results. It is created if it does not exist.
     """
-    from qkv.figures.analyses import flow_figure
-    from qkv.figures.layout import save_figure
+    from qkv.plot.analyses import flow_figure
+    from qkv.plot.layout import save_figure
     from qkv.profiler.analyses.flow import rollout
 
     backward, forward = from_ if from_ or to else (-1,), to

@@ -161,8 +161,8 @@ def _profile(loaded: TextModel, ids: list[int], prompt: int, question: str | Non
     """Print the shares of the parts of the text, and write tables, a figure, a report and the profile."""
     import torch
 
-    from qkv.figures.analyses import answer_figure
-    from qkv.figures.layout import save_figure
+    from qkv.plot.analyses import answer_figure
+    from qkv.plot.layout import save_figure
     from qkv.profiler import run
     from qkv.profiler.analyses.answers import answer_shares, parts_of
     from qkv.profiler.capture.inputs import token_texts

@@ -68,8 +68,8 @@ def head_map(
         data: Also write the numbers to a file of the same name that ends in .npz: the arrays maximum, mean, visible
             (the share of unmasked pairs in each bin), row_edges and column_edges (the edges of the bins).
     """
-    from qkv.figures.layout import save_figure
-    from qkv.figures.map import map_figure, sentence
+    from qkv.plot.layout import save_figure
+    from qkv.plot.map import map_figure, sentence
     from qkv.profiler.explore import attention_map as maps
     from qkv.statistics.maps import checked_slice
 

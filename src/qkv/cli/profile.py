@@ -41,7 +41,7 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
     """Write comparison.csv, with all heads, and a figure of each group that changed: compare.png, compare-cross.png."""
     import pandas as pd
 
-    from qkv.figures.layout import save_figure
+    from qkv.plot.layout import save_figure
 
     tables = [comparison.heads(group).assign(group=group) for group in comparison.groups]
     files = [out / "comparison.csv"]
@@ -77,8 +77,8 @@ def _changes_table(heads: Any) -> Any:
 
 def write_mixing(loaded: Loaded, inputs: Any, position: int, out: Path) -> list[Path]:
     """Measure how the hidden states respond when the token at `position` is replaced; write a figure and a table."""
-    from qkv.figures.analyses import mixing_figure
-    from qkv.figures.layout import save_figure
+    from qkv.plot.analyses import mixing_figure
+    from qkv.plot.layout import save_figure
     from qkv.profiler.analyses.mixing import mixing
 
     if isinstance(inputs, dict):  # the inputs of --tokens
@@ -214,7 +214,7 @@ def profile(
 
 
 def _figures(result: Profile, out: Path) -> list[Path]:
-    from qkv.figures.layout import save_figure
+    from qkv.plot.layout import save_figure
 
     with bar("drawing", "figures", len(FIGURES)) as step:
         for name in FIGURES:

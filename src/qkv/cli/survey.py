@@ -74,8 +74,8 @@ def _number(value: float) -> str:
 
 def write(result: Survey, folder: Folder) -> None:
     """Write tables and figures of every group, and print where they are."""
-    from qkv.figures.layout import png_of
-    from qkv.figures.survey import FIGURES
+    from qkv.plot.layout import png_of
+    from qkv.plot.survey import FIGURES
 
     names: list[str] = []
     for group in result.groups:

@@ -247,7 +247,7 @@ def _wrapped(parts: Iterable[Text], width: int) -> list[Text]:
 
 def _colours() -> dict[str, str]:
     """The colours of types that are seen on light and on dark terminals."""
-    from qkv.figures.layout import KINDS, KINDS_DARK
+    from qkv.plot.layout import KINDS, KINDS_DARK
 
     return KINDS_DARK | {
         "mixed": KINDS["uniform"],

@@ -17,11 +17,11 @@ from qkv.attention import Attention, attend
 from qkv.biases import Bias
 from qkv.engine import Call
 from qkv.errors import InputError, at_least_one
-from qkv.figures.layout import COLOURS, MUTED, WARM, Drawing, chart, colour_bar, heat, place, png_of, titled
 from qkv.masks import Mask, Region
 from qkv.masks.base import SHADES, expression
 from qkv.normalizers import Normalizer
 from qkv.plot.given import index_of
+from qkv.plot.layout import COLOURS, MUTED, WARM, Drawing, chart, colour_bar, heat, place, png_of, titled
 from qkv.scores import Score
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qkv._packages import user_frame
 from qkv.errors import InputError
-from qkv.figures.map import Stored
 from qkv.masks import Mask
+from qkv.plot.map import Stored
 from qkv.profiler.data.profile import ProfileData
 
 if TYPE_CHECKING:

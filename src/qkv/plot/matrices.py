@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 from qkv.errors import InputError, at_least_one, kind_of
-from qkv.figures.layout import (
+from qkv.masks import Mask
+from qkv.plot.given import Matrix, array, layers, masked, mean_weights, select_layer, token_lists, visible_pairs
+from qkv.plot.layout import (
     ACCENT,
     CHARACTER,
     INK,
@@ -34,8 +36,6 @@ from qkv.figures.layout import (
     token_label,
     write_cells,
 )
-from qkv.masks import Mask
-from qkv.plot.given import Matrix, array, layers, masked, mean_weights, select_layer, token_lists, visible_pairs
 
 CELL, LEAST, MOST = 0.42, 1.5, 5.6  # inches: a cell, and the shortest and longest side of a matrix
 PIXELS = 800  # longer sides are shown in bins, since a raster image would leave out rows

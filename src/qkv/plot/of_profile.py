@@ -14,8 +14,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from qkv.errors import InputError, nearest
-from qkv.figures.comparison import similarity_figure
-from qkv.figures.layout import (
+from qkv.plot.comparison import similarity_figure
+from qkv.plot.given import index_of, mean_weights, of_text
+from qkv.plot.layout import (
     ACCENT,
     DESTINATIONS,
     HAIRLINE,
@@ -43,8 +44,7 @@ from qkv.figures.layout import (
     titled,
     token_label,
 )
-from qkv.figures.map import AFTER, StoredMap, alignment_figure, map_figure, overlay_figure
-from qkv.plot.given import index_of, mean_weights, of_text
+from qkv.plot.map import AFTER, StoredMap, alignment_figure, map_figure, overlay_figure
 from qkv.profiler.data import tables
 from qkv.profiler.data.findings import Findings, shared_by
 from qkv.profiler.data.frames import columns_of, counted, layers_and_heads, percent, size_of, written

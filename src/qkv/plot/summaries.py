@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from qkv.errors import InputError, nearest, renamed
-from qkv.figures.layout import (
+from qkv.plot.given import array, layers, mean_weights, token_lists
+from qkv.plot.layout import (
     MUTED,
     Drawing,
     HeadMap,
@@ -28,8 +29,7 @@ from qkv.figures.layout import (
     plain,
     share_curve,
 )
-from qkv.figures.map import alignment_figure, overlay_figure
-from qkv.plot.given import array, layers, mean_weights, token_lists
+from qkv.plot.map import alignment_figure, overlay_figure
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import STATISTICS
 from qkv.profiler.data.profile import ProfileData

@@ -79,8 +79,8 @@ def _page(name: str, styles: Sequence[str], title: str, page: dict[str, Any], **
 
 def _compared(comparison: Comparison) -> str:
     """What changed, group by group: sentences, and pictures of all heads and of the maps that changed most."""
-    from qkv.figures.comparison import changed_maps_figure, comparison_figure
-    from qkv.figures.layout import png_of
+    from qkv.plot.comparison import changed_maps_figure, comparison_figure
+    from qkv.plot.layout import png_of
 
     names = (
         f"{p.attrs.get('model', 'model')} ({p.attrs.get('dtype', 'unknown')})" for p in (comparison.a, comparison.b)

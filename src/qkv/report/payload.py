@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from qkv.figures import layout
+from qkv.plot import layout
 from qkv.profiler.data import frames, sinks, tables
 from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.tables import MIXED, ROLES, telling_heads, type_table

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from qkv.errors import InputError
-from qkv.figures.map import Stored, StoredMap
+from qkv.plot.map import Stored, StoredMap
 from qkv.profiler.explore.explorer import Info, Maps
 from qkv.profiler.explore.pyramid import OnProgress, Stopped, deepest, edges, never
 from qkv.report.payload import trimmed

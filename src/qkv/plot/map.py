@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from qkv.errors import InputError
-from qkv.figures.layout import (
+from qkv.plot.layout import (
     DPI,
     HAIRLINE,
     INK,
@@ -50,7 +50,7 @@ FAINTEST = 1e-4  # relative to the largest weight; smaller weights have the colo
 def map_figure(head_map: AttentionMap | StoredMap, picture: Picture, *, pool: str = "both") -> Figure:
     """The attention map of one head, from its `picture`: queries down, keys across, from the top left.
 
-    Each bin is a whole number of pixels when saved by `qkv.figures.layout.save_figure`, so that a sink one bin wide
+    Each bin is a whole number of pixels when saved by `qkv.plot.layout.save_figure`, so that a sink one bin wide
     remains visible. Bins without a visible pair are grey. The colour scale is logarithmic if weights differ by more
     than a factor of thirty, which the colour bar states. Up to 64 tokens on a side are printed. `pool` is "max", "mean"
     or "both" side by side; if every bin is a single pair, both are equal and drawn as one panel.

@@ -14,7 +14,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from qkv.figures.layout import (
+from qkv.plot.layout import (
     ACCENT,
     HAIRLINE,
     INK,

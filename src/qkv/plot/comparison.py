@@ -10,7 +10,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from qkv.figures.layout import (
+from qkv.plot.layout import (
     ACCENT,
     HAIRLINE,
     INK,
@@ -26,7 +26,7 @@ from qkv.figures.layout import (
     place,
     titled,
 )
-from qkv.figures.map import Stored
+from qkv.plot.map import Stored
 from qkv.profiler.data.findings import head_name
 from qkv.profiler.data.frames import STATISTICS, size_of, target_change
 

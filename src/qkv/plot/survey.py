@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from qkv.figures.layout import ACCENT, PERCENT, WARM, HeadMap, charts, colour_bar, head_maps, heat, place, plain, titled
+from qkv.plot.layout import ACCENT, PERCENT, WARM, HeadMap, charts, colour_bar, head_maps, heat, place, plain, titled
 from qkv.profiler.data.frames import percent
 from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.surveys.data import QUANTITIES, edges

@@ -1,1 +1,0 @@
-"""Matplotlib figures of profiles, surveys, maps and analyses."""
