@@ -222,13 +222,13 @@ class Bench:
 
         if (made := self.llama()) is None or self.device != "cuda":
             return {"skipped": "there is no card, or transformers is not installed"}
-        import qkv.profiler.run
+        import qkv.runs.run
 
         ids = torch.randint(1024, (1, self.size.profile[0]), device=self.device)
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        qkv.profiler.run.profile(made, ids, progress=False, map_tokens=0)
+        qkv.runs.run.profile(made, ids, progress=False, map_tokens=0)
         with torch.profiler.profile(activities=activities) as record:
-            qkv.profiler.run.profile(made, ids, progress=False, map_tokens=0)
+            qkv.runs.run.profile(made, ids, progress=False, map_tokens=0)
         rows = sorted(record.key_averages(), key=lambda x: -x.self_device_time_total - x.self_cpu_time_total)
         return {
             x.key[:100]: {"times": x.count, "card us": x.self_device_time_total, "CPU us": x.self_cpu_time_total}
@@ -257,7 +257,7 @@ class Bench:
         """A Llama with random weights: `qkv.profile` beside its forward, time (goal 1.3) and memory (goal 1.15)."""
         import torch
 
-        import qkv.profiler.run
+        import qkv.runs.run
 
         if (model := self.llama()) is None:
             return {"skipped": "transformers is not installed"}
@@ -270,7 +270,7 @@ class Bench:
                     model(ids, use_cache=False)
 
             def profiled(ids: Any = ids) -> None:
-                qkv.profiler.run.profile(model, ids, progress=False, map_tokens=0)
+                qkv.runs.run.profile(model, ids, progress=False, map_tokens=0)
 
             jobs: dict[str, Callable[[], object]] = {"forward": plain, "profile": profiled}
             times = self.milliseconds(jobs)

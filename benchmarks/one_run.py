@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.mechanisms.timing import resident
 from benchmarks.timing import THREADS
 from qkv.models.loading import random_gpt2
-from qkv.profiler.run import profile
+from qkv.runs.run import profile
 
 HEADS = 6
 

@@ -19,7 +19,7 @@ sys.path.append(str(HERE.parent / "tests"))
 
 from hf_zoo import ALL, ROUTED, Seen, build, examine, inputs  # noqa: E402
 from qkv.errors import InputError  # noqa: E402
-from qkv.profiler.run import profile  # noqa: E402
+from qkv.runs.run import profile  # noqa: E402
 
 CLOSE = 2e-5  # rounding of float32 through two layers: nemotron differs by 1.1e-5
 HEAD = """# Hugging Face architectures

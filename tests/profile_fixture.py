@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from qkv.profiler import Profile
+from qkv import Profile
 from qkv.reference import statistics
 
 MADE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

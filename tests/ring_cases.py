@@ -291,7 +291,7 @@ def lost(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
 if __name__ == "__main__":
     import safetensors.numpy  # noqa: F401
 
-    import qkv.profiler.run  # before they fork: otherwise each would import it
+    import qkv.runs.run  # before they fork: otherwise each would import it
 
     fork = multiprocessing.get_context("fork")
     folder = Path(sys.argv[1])

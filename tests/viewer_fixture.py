@@ -32,7 +32,7 @@ import pytest
 from PIL import Image
 
 import profile_fixture as made
-from qkv.profiler import Profile
+from qkv import Profile
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request

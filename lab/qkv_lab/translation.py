@@ -106,7 +106,7 @@ def cross_weights(
         if model.attention is None:
             return None
         return model.alignments(source, target, per_head=True).transpose(0, 1)[None].cpu()
-    from qkv.profiler.run import profile
+    from qkv.runs.run import profile
 
     found = profile(model, {"source": source, "target": target}, progress=False, probe=False).group("cross")["weights"]
     return torch.from_numpy(found.transpose("layer", "head", "text", "query", "key").values).nan_to_num()

@@ -20,7 +20,7 @@ from qkv._untrusted import load_json
 from qkv.errors import InputError, nearest, refusing
 from qkv.models.loading import load_model
 from qkv.profiler.capture.probes import weights_hash
-from qkv.profiler.run import versions
+from qkv.runs.run import versions
 from qkv_lab.experiments.evidence import Verdict
 from qkv_lab.log import finite
 from research.sinks.criteria import Sinks

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from qkv.partial import Partial, merge
     from qkv.profiler.analyses.sources import Sources, sources
     from qkv.profiler.editing import edit
-    from qkv.profiler.profiles import Profile
-    from qkv.profiler.run import profile
-    from qkv.profiler.watching import Watched, watch
+    from qkv.runs.profiles import Profile
+    from qkv.runs.run import profile
+    from qkv.runs.watching import Watched, watch
     from qkv.statistics.measure import measure
     from qkv.statistics.result import Statistics
 
@@ -110,9 +110,9 @@ _NAMES = {
     "qkv.profiler.analyses.sources": ("Sources", "sources"),
     "qkv.profiler.editing": ("edit",),
     "qkv.models.loading": ("load",),
-    "qkv.profiler.profiles": ("Profile",),
-    "qkv.profiler.run": ("profile",),
-    "qkv.profiler.watching": ("Watched", "watch"),
+    "qkv.runs.profiles": ("Profile",),
+    "qkv.runs.run": ("profile",),
+    "qkv.runs.watching": ("Watched", "watch"),
     "qkv.statistics.measure": ("measure",),
     "qkv.statistics.result": ("Statistics",),
 }

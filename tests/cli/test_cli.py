@@ -170,7 +170,7 @@ def test_interrupt_and_files_that_cannot_be_read_leave_nothing(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("qkv.profiler.run.profile", fails)
+    monkeypatch.setattr("qkv.runs.run.profile", fails)
     ran = command("profile", "qkv-mini", "hi", "--out", tmp_path / "o")
     assert ran.code == code
     assert re.fullmatch(rf"qkv: .*{re.escape(fragment)}.*\n", ran.err)

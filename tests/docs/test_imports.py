@@ -30,8 +30,8 @@ ORDER = {
         "statistics", "choice", "_plan", "_operator", "attention", "ring",
         "edits", "testing", "cache", "nn", "models", "huggingface",
         "profiler.data", "profiler.capture", "profiler.editing", "profiler.surveys", "profiler.explore",
-        "profiler.analyses", "profiler.comparison", "plot", "page", "report",
-        "profiler", "tracking", "server", "cli", "__main__",
+        "profiler.analyses", "profiler", "plot", "page", "report",
+        "runs", "tracking", "server", "cli", "__main__",
     ],
     "qkv_lab": [
         "experiments.evidence", "draw", "task", "lexicon", "grammar", "scenes", "log", "heads", "tokens",

@@ -15,11 +15,11 @@ import torch
 import qkv
 from conftest import Command, refused
 from profile_fixture import dataset_from_weights, encoder_decoder, gpt, softmax
+from qkv import Profile
 from qkv.cli.profile import show_comparison as show
 from qkv.cli.shared import saved_profile as saved
 from qkv.models import DecoderConfig, DecoderLM, loading
 from qkv.plot.comparison import ROUNDING, changed_maps_figure, plane
-from qkv.profiler import Profile
 from qkv.profiler.comparison import compare
 from qkv.server.live import Live
 

@@ -197,7 +197,7 @@ def test_a_waiting_thread_can_be_cancelled_or_take_over() -> None:
 # --- of models --------------------------------------------------------------------------------------------------------
 
 
-def check_model(found: Explorer, profile: qkv.profiler.Profile, tolerance: float = 1e-6) -> None:
+def check_model(found: Explorer, profile: qkv.Profile, tolerance: float = 1e-6) -> None:
     """All requests against the weights that a profile keeps."""
     near = {"rtol": 1e-4, "atol": tolerance}
     for group, data in profile.groups.items():

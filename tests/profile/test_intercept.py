@@ -28,8 +28,8 @@ from qkv.profiler.capture import observer as observation
 from qkv.profiler.capture.calls import of_multi_head, of_scores, of_sdpa
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
-from qkv.profiler.run import profile
 from qkv.reference import statistics
+from qkv.runs.run import profile
 from qkv.statistics.measure import row_state, sweep
 
 F = nn.functional

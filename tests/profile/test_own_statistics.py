@@ -15,9 +15,10 @@ import hf_models as hf
 import qkv
 from conftest import refused
 from own_objects import Heavy, Taken
+from qkv import Profile
 from qkv.errors import InputError
 from qkv.plot import survey as survey_plots
-from qkv.profiler import Profile, Survey, survey
+from qkv.profiler import Survey, survey
 from qkv.profiler.data.variables import custom_variables
 from qkv.profiler.surveys.data import QUANTITIES
 from qkv.report.payload import payload

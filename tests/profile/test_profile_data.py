@@ -20,7 +20,7 @@ import xarray as xr
 import profile_fixture as made
 import qkv
 from conftest import refusals, refused
-from qkv.profiler import Profile
+from qkv import Profile
 from qkv.profiler.capture.inputs import token_texts
 from qkv.profiler.data import archive, tables
 

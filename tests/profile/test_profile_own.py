@@ -19,7 +19,7 @@ import qkv
 from conftest import Command, refusals
 from own_objects import Heavy, Taken
 from profile_fixture import OF_ONE_TEXT, by_definition
-from qkv import Attention, biases, features, masks, normalizers
+from qkv import Attention, Profile, biases, features, masks, normalizers, profile
 from qkv.kernels import serving
 from qkv.models import checkpoint
 from qkv.models.decoder import DecoderConfig, DecoderLM
@@ -28,7 +28,6 @@ from qkv.models.tokenizers import ByteTokenizer
 from qkv.nn import LinearAttention, LinformerAttention, MultiHeadAttention
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.positions import Rotary
-from qkv.profiler import Profile, profile
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
 from qkv_lab.models.captioner import Captioner, CaptionerConfig

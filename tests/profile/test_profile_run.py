@@ -21,8 +21,8 @@ import hf_models as hf
 import profile_fixture as made
 import qkv
 from conftest import refusals
+from qkv import Profile, profile
 from qkv.models.loading import ByteTokenizer, Loaded, load_model, random_gpt2
-from qkv.profiler import Profile, profile
 
 TEXTS = (
     "The keeper of the lighthouse kept two logbooks, and the keeper's daughter kept a third.",

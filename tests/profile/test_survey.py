@@ -20,11 +20,11 @@ from torch import nn
 
 import hf_models as hf
 from conftest import rand, refused
+from qkv import profile
 from qkv._survey_settings import Settings
 from qkv.errors import InputError
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.plot import survey as survey_plots
-from qkv.profiler import profile
 from qkv.profiler.surveys import corpus
 from qkv.profiler.surveys.data import BINS, DIGITS, QUANTITIES, Layer, edges
 from qkv.profiler.surveys.survey import Special, Survey, definition_of, survey

@@ -18,8 +18,8 @@ from conftest import refused
 from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.generation import generate
-from qkv.profiler import watching
 from qkv.profiler.capture import layer
+from qkv.runs import watching
 
 OF_WHOLE_FORWARDS = {
     "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle", "key_directions",

@@ -20,9 +20,8 @@ from matplotlib.text import Text
 import profile_fixture as made
 import qkv
 from conftest import refusals, refused
-from qkv import masks, plot
+from qkv import Profile, masks, plot
 from qkv.plot.map import sentence
-from qkv.profiler import Profile
 from qkv.profiler.data.findings import Finding, FindingList
 from qkv.statistics.maps import Picture
 

@@ -15,8 +15,8 @@ import pytest
 
 import profile_fixture as made
 import qkv
+from qkv import Profile
 from qkv.errors import InputError
-from qkv.profiler import Profile
 from qkv.profiler.data import tables
 from qkv.profiler.data.tables import MIXED, ROLES
 from qkv.report import html as report

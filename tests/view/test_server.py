@@ -29,8 +29,8 @@ import qkv
 from conftest import refused
 from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM, loading
-from qkv.profiler import run
 from qkv.profiler.explore.pyramid import Cancelled
+from qkv.runs import run
 from qkv.server import guard
 from qkv.server.guard import MAX_BODY, SECURITY, Connection, Guard
 from qkv.server.jobs import JobQueue, JobQueues

@@ -24,14 +24,13 @@ import pytest
 import torch
 
 import profile_fixture as made
-from qkv import masks, normalizers, reference, scores
+from qkv import Profile, masks, normalizers, reference, scores
 from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM
 from qkv.models.loading import Loaded, load_model
-from qkv.profiler import Profile
 from qkv.profiler.data import tables
-from qkv.profiler.run import profile
 from qkv.report import widget
 from qkv.report.payload import trimmed
+from qkv.runs.run import profile
 from qkv.server.live import Live
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session

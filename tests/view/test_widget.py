@@ -93,8 +93,8 @@ def test_a_notebook_shows_the_widget_and_keeps_a_picture(monkeypatch: pytest.Mon
     )
     assert "image/png" not in profile._repr_mimebundle_(), "IPython adds it from _repr_png_"
     assert profile._display_() is profile.widget()
-    monkeypatch.setattr("qkv.profiler.profiles.find_spec", lambda name: None)
+    monkeypatch.setattr("qkv.runs.profiles.find_spec", lambda name: None)
     assert profile._repr_mimebundle_() == {}
     monkeypatch.undo()
-    monkeypatch.setattr("qkv.profiler.profiles.find_spec", lambda name: None)
+    monkeypatch.setattr("qkv.runs.profiles.find_spec", lambda name: None)
     assert isinstance(profile._display_(), Figure)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qkv.errors import InputError, nearest
 from qkv.models import checkpoint, load
-from qkv.profiler.run import profile
+from qkv.runs.run import profile
 from qkv_lab import heads, scenes, settings
 from qkv_lab.scenes import START, Scenes
 from qkv_lab.tasks.caption import greedy_captions, to_input

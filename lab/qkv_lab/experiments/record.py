@@ -19,7 +19,7 @@ import torch
 
 from qkv._untrusted import check_version, load_json
 from qkv.errors import InputError, refusing
-from qkv.profiler.run import versions
+from qkv.runs.run import versions
 from qkv_lab import log, settings
 from qkv_lab.experiments.base import Experiment, Setting
 from qkv_lab.experiments.evidence import ERROR, ONLY, Interval, Verdict

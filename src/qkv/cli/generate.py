@@ -163,10 +163,10 @@ def _profile(loaded: TextModel, ids: list[int], prompt: int, question: str | Non
 
     from qkv.plot.analyses import answer_figure
     from qkv.plot.layout import save_figure
-    from qkv.profiler import run
     from qkv.profiler.analyses.answers import answer_shares, parts_of
     from qkv.profiler.capture.inputs import token_texts
     from qkv.profiler.data.frames import percent
+    from qkv.runs import run
 
     text, tokenizer = torch.tensor(ids), loaded.tokenizer.whole
     shares = answer_shares(loaded.model, text, parts_of(ids, prompt, tokenizer, question), prompt)

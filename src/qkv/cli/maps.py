@@ -111,8 +111,8 @@ def _telling(
     loaded: Loaded, inputs: Any, target: str | None, group: str | None, layer: int | None, head: int | None
 ) -> tuple[int, int]:
     """The most telling head of the model on this text, or of one layer, or of one number in all layers."""
-    from qkv.profiler import run
     from qkv.profiler.data.tables import telling_heads
+    from qkv.runs import run
 
     layers = None if layer is None else [layer]
     data = run.profile(

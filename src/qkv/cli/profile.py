@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.data.findings import Findings
     from qkv.profiler.data.profile import ProfileData
-    from qkv.profiler.profiles import Profile
+    from qkv.runs.profiles import Profile
 
 
 def show_comparison(comparison: Comparison, most: int = 10) -> None:
@@ -154,7 +154,8 @@ def profile(
     """
 
     from qkv.models import loading
-    from qkv.profiler import corpora, run
+    from qkv.profiler import corpora
+    from qkv.runs import run
 
     wanted = None if layers is None else numbers(layers)
     own = statistics_of(statistics)

@@ -22,7 +22,7 @@ from qkv.errors import InputError, first_line, refusing, renamed
 
 if TYPE_CHECKING:
     from qkv.models.loading import Loaded
-    from qkv.profiler.profiles import Profile
+    from qkv.runs.profiles import Profile
     from qkv.statistics import Statistic
 
 
@@ -92,7 +92,7 @@ PROFILE = "profile.qkv.zip"  # the name that `qkv profile` gives it
 def saved_profile(name: str, called: str) -> Profile | None:
     """The profile in a file, or in a folder that `qkv profile` wrote; None if `name` is not a profile, but a model."""
     from qkv.models.gguf_files import is_gguf
-    from qkv.profiler.profiles import Profile
+    from qkv.runs.profiles import Profile
 
     if not os.path.exists(name):  # unlike Path.exists, it takes names of any length
         if name.endswith(".zip"):

@@ -1,4 +1,4 @@
-"""Profile models: observe their attention, compute exact statistics, and save, plot and report them."""
+"""Observe the attention of models and compute exact statistics of it; `qkv.profile` and `qkv.watch` are in `runs`."""
 
 from qkv.profiler.analyses.ablation import Ablation, ablation
 from qkv.profiler.analyses.eviction import Eviction, eviction, needle
@@ -10,8 +10,6 @@ from qkv.profiler.corpora import default_text
 from qkv.profiler.editing import everywhere, head_outputs
 from qkv.profiler.explore.attention_map import AttentionMap, attention_map
 from qkv.profiler.explore.explorer import Explorer
-from qkv.profiler.profiles import Profile
-from qkv.profiler.run import profile
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.survey import survey
 
@@ -21,7 +19,6 @@ __all__ = [
     "Comparison",
     "Eviction",
     "Explorer",
-    "Profile",
     "Readers",
     "Sources",
     "Survey",
@@ -34,7 +31,6 @@ __all__ = [
     "head_outputs",
     "mixing",
     "needle",
-    "profile",
     "rollout",
     "sources",
     "survey",

@@ -24,7 +24,7 @@ from qkv.profiler.data.sinks import EPSILON, sink_table
 from qkv.profiler.data.tables import is_short
 from qkv.profiler.editing import Key, edit
 from qkv.profiler.editing import everywhere as every_head
-from qkv.profiler.run import profile
+from qkv.runs.run import profile
 from qkv.server.schemas import MAX_CHARACTERS, LiveModel, Normalizer
 
 if TYPE_CHECKING:

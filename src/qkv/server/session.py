@@ -19,7 +19,6 @@ from torch import nn
 
 from qkv.errors import InputError
 from qkv.models import loading
-from qkv.profiler import run
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.residual import attention_modules
 from qkv.profiler.data.findings import effect_of
@@ -27,6 +26,7 @@ from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.pyramid import Cancelled, Stopped
 from qkv.report.payload import as_json, payload
 from qkv.report.stored import StoredMaps
+from qkv.runs import run
 from qkv.server.live import Live, everywhere
 from qkv.server.schemas import AddedPage, SourceState
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from qkv.models.loading import Loaded
-    from qkv.profiler.profiles import Profile
+    from qkv.runs.profiles import Profile
 
 M = TypeVar("M", bound=nn.Module)
 Prepare = Callable[["Source"], None]

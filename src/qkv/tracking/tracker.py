@@ -20,8 +20,8 @@ from qkv.errors import InputError, at_least_one, refusing
 from qkv.profiler.capture.intercept import unwatched
 from qkv.profiler.capture.residual import MASSIVE, TIMES_MEDIAN, attention_modules, observe_residual
 from qkv.profiler.data.tables import SINK_THRESHOLD
-from qkv.profiler.profiles import Profile
-from qkv.profiler.watching import Watched, watch
+from qkv.runs.profiles import Profile
+from qkv.runs.watching import Watched, watch
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -33,7 +33,7 @@ from qkv.profiler.corpora import default_text
 from qkv.profiler.data.frames import COLUMNS
 from qkv.profiler.data.tables import ROLES, TRAITS
 from qkv.profiler.data.variables import checked_custom
-from qkv.profiler.profiles import Profile
+from qkv.runs.profiles import Profile
 from qkv.statistics import Statistic
 
 

@@ -24,8 +24,8 @@ from qkv.profiler.capture.observer import Observer
 from qkv.profiler.capture.record import Measures, of_items
 from qkv.profiler.capture.sequence import Sequence
 from qkv.profiler.capture.texts import Texts
-from qkv.profiler.profiles import Profile
-from qkv.profiler.run import attributes, preview
+from qkv.runs.profiles import Profile
+from qkv.runs.run import attributes, preview
 
 
 class Watched:
