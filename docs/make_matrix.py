@@ -44,6 +44,7 @@ BIASES: dict[str, Any] = {
     "`ByDistance(tensor)`": biases.ByDistance(torch.zeros(1, 2 * N - 1)),
     "`ALiBi()`": biases.ALiBi(),
     "`T5Bias(table)`": biases.T5Bias(torch.zeros(8, H)),
+    "`Forget(log_f)`": biases.Forget(torch.zeros(H, N)),
     "`RelativePosition(keys)`": biases.RelativePosition(torch.zeros(3, D)),
     "`RelativePosition(keys, values)`": biases.RelativePosition(torch.zeros(3, D), torch.zeros(3, D)),
     "a learned bias, in training": biases.TensorBias(torch.zeros(N, N, requires_grad=True)),

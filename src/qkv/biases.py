@@ -23,12 +23,12 @@ from qkv.masks import Grid, Region
 from qkv.masks.base import check_pairs
 
 __all__ = [
-    "ALiBi", "AdditiveBias", "Bias", "ByDistance", "RelativePosition", "SoftCap", "T5Bias", "TensorBias",
+    "ALiBi", "AdditiveBias", "Bias", "ByDistance", "Forget", "RelativePosition", "SoftCap", "T5Bias", "TensorBias",
     "alibi_slopes", "distances", "t5_bucket",
 ]  # fmt: skip
 __dir__ = __all__.copy
 
-Form = Literal["distance", "tensor", "cap", "log sigmoid", "log elu + 1"]
+Form = Literal["distance", "tensor", "difference", "cap", "log sigmoid", "log elu + 1"]
 
 
 class Bias(Definition):
@@ -57,8 +57,8 @@ class Bias(Definition):
     constant: bool = False
     """Whether the bound bias is finite and never changes, so that what follows from it may be kept."""
     form: Form | None = None
-    """What compiled kernels compute without calling a method: the tensor of a bound `ByDistance` or `TensorBias`, or
-    the cap of a `SoftCap`; None for every other bias."""
+    """What compiled kernels compute without calling a method: the tensors of a bound `ByDistance`, `TensorBias` or
+    `Forget`, or the cap of a `SoftCap`; None for every other bias."""
     value_table: Tensor | None = None
     """Vectors added to the values by clipped distance, (heads, 2 reach + 1, dv): see `RelativePosition`."""
 
@@ -429,6 +429,76 @@ def _alibi(slopes: Tensor, grid: Grid) -> ByDistance:
 def _of_paper(grid: Grid, dtype: torch.dtype) -> ByDistance:
     """Return ALiBi with the slopes of the paper; nobody may change its tensor."""
     return with_attributes(_alibi(alibi_slopes(grid.heads, dtype).to(grid.device), grid), constant=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Forget(Bias):
+    """Forgetting attention: adds Σ log f of the tokens after the key, up to the query (Lin et al. 2025,
+    arXiv:2503.02130).
+
+    `log_f` (b, h, nk) or (h, nk) is the logarithm of the forget gate of each token and query head, ≤ 0 and finite, such
+    as logsigmoid(w · x + b); query i has position i + nk − nq. For a causal mask, since later keys would gain. O(n)
+    memory: the bias is the difference of two cumulative sums, which are in float64. Gates that are all e^−m are `ALiBi`
+    with slope m.
+
+    >>> from qkv import attend, masks
+    >>> q = k = torch.zeros(1, 1, 3, 4)
+    >>> forget = Forget(torch.tensor([[1.0, 0.5, 0.25]]).log())
+    >>> weights = attend(q, k, k, bias=forget, mask=masks.Causal(), return_weights=True)[1]
+    >>> [round(x, 4) for x in (weights[0, 0, 2] / weights[0, 0, 2, 2]).tolist()]
+    [0.125, 0.25, 1.0]
+    """
+
+    log_f: Float[Tensor, "b h nk"] | Float[Tensor, "h nk"]
+    depends_on_query = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.log_f, Tensor) or self.log_f.ndim not in (2, 3) or not self.log_f.is_floating_point():
+            raise InputError(
+                f"Forget: log_f is {kind_of(self.log_f)}, expected floats (batch, heads, keys) or (heads, keys), the "
+                "logarithms of the forget gates"
+            )
+
+    def check(self, grid: Grid) -> None:
+        *_, heads, n_keys = self.log_f.shape
+        batch = 1 if self.log_f.ndim == 2 else len(self.log_f)
+        if batch not in (1, grid.batch) or heads not in (1, grid.heads) or n_keys != grid.n_keys:
+            raise InputError(
+                f"Forget: log_f has shape {tuple(self.log_f.shape)}, expected (batch, heads, keys) = "
+                f"{(grid.batch, grid.heads, grid.n_keys)}"
+            )
+        if grid.offset < 0 or grid.n_queries + grid.offset > n_keys:
+            raise InputError(
+                f"Forget: {grid.n_queries} queries for {n_keys} keys, expected queries at positions of the keys"
+            )
+
+    def bind(self, q: Tensor, grid: Grid, scale: float) -> _Difference:
+        total = self.log_f.to(q.device, torch.float64).cumsum(-1)[(None,) * (3 - self.log_f.ndim)]
+        rows = total[..., grid.offset : grid.offset + grid.n_queries]
+        return _Difference(rows[..., None], total[..., None, :])
+
+
+@dataclass(frozen=True, eq=False)
+class _Difference(AdditiveBias):
+    """A number of the query minus one of the key, in float64."""
+
+    form = "difference"
+    rows: Float[Tensor, "#b #h nq 1"]
+    columns: Float[Tensor, "#b #h 1 nk"]
+    by_head = False
+    depends_on_query = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"rows": self.rows, "columns": self.columns}
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> _Difference:
+        return with_attributes(self, **tensors)
+
+    def part(self, region: Region) -> _Difference:
+        return _Difference(region.of(self.rows), region.of(self.columns))
+
+    def tile(self, region: Region) -> Tensor:
+        return region.of(self.rows) - region.of(self.columns)
 
 
 def t5_bucket(back: Int[Tensor, "*n"], buckets: int, max_distance: int, *, bidirectional: bool) -> Int[Tensor, "*n"]:

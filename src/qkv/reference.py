@@ -128,6 +128,7 @@ def mapped(feature_map: Callable[..., Any], x: Array) -> Array:
 # position and key. ALiBi adds −m |p − j|, with a slope m per head (Press et al. 2022), T5 a learned number per head
 # and bucket of distances (Raffel et al. 2020), Shaw et al. 2018 the product of the query with a learned vector per
 # distance, as if it were added to the key: scale · q · (k + a); a second table is added to the values, in `attention`.
+# Forget adds the logarithms of the forget gates between key and query (Lin et al. 2025).
 #
 # Query i of nq has position p = i + nk − nq: the last query is aligned with the last key.
 
@@ -158,6 +159,11 @@ def apply_bias(
             return score - slope * abs(back)
         case biases.T5Bias(table, bidirectional, max_distance):
             return score + float(table.detach()[t5_bucket(back, len(table), max_distance, bidirectional), h])
+        case biases.Forget(log_f):  # the gates of the tokens after the key, up to the query
+            gates = array(log_f if log_f.ndim == 3 else log_f[None])
+            gates = gates[b if len(gates) > 1 else 0, h if gates.shape[1] > 1 else 0]
+            between = gates[j + 1 : j + back + 1].sum() if back >= 0 else -gates[j + back + 1 : j + 1].sum()
+            return score + float(between)
         case biases.RelativePosition(keys, _):
             assert query is not None
             return score + scale * float(query @ vector_of(keys, h, back))
@@ -281,7 +287,7 @@ def _is_visible(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys
 # distribution; a sink is an additional term of that sum without a key, so that a query may attend to nothing (gpt-oss,
 # arXiv:2508.10925). Entmax (Peters et al. 2019, eq. 10) gives low scores zero weight; α = 2 is sparsemax, the
 # distribution nearest to the scores (Martins & Astudillo 2016). Softpick is max(e^s − 1, 0) over the sum of |e^s − 1|
-# (Zuhri et al. 2025, eq. 3). Hard attention takes the best key (Xu et al. 2015).
+# (Zuhri et al. 2025). Hard attention takes the best key (Xu et al. 2015).
 # Pointwise normalizers use each score alone: sigmoid σ(s + b) (Ramapuram et al. 2024, eq. 3), elu(s) + 1, max(s, 0)
 # (Wortsman et al. 2023), or the score itself; their results may be divided by their sum, or by the number of visible
 # keys.

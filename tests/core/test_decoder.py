@@ -46,6 +46,7 @@ FLAVOURS: dict[str, dict[str, Any]] = {
     "output bias": {"tied": False, "output_bias": True},
     "post-norm": {"place": "post", "activation": "relu"},
     "gated": {"gate": "elementwise", "qk_norm": True, "positions": "alibi"},
+    "forget": {"forget": True, "positions": "none", "kv_heads": None},
     "gated by head": {"gate": "head", "positions": "none"},
     "sink": {"sink": True, "positions": "t5"},
     "key bias": {"key_bias": True, "positions": "sinusoidal"},

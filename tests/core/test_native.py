@@ -28,7 +28,7 @@ from torch import Tensor
 import qkv
 from conftest import covering
 from qkv import native
-from qkv.biases import ALiBi, Bias, ByDistance, RelativePosition, SoftCap, T5Bias, TensorBias
+from qkv.biases import ALiBi, Bias, ByDistance, Forget, RelativePosition, SoftCap, T5Bias, TensorBias
 from qkv.engine import Call
 from qkv.masks import Blockwise, Causal, Dense, Grid, Mask, Prefix, Shifted, Window
 from qkv.normalizers import EluPlusOne, Entmax, Hard, Identity, Normalizer, ReLU, Sigmoid, Softmax, Sparsemax
@@ -80,6 +80,7 @@ BIASES: dict[str, Callable[[int, int, int, int], tuple[Bias, ...]]] = {
     "none": lambda b, h, nq, nk: (),
     "alibi": lambda b, h, nq, nk: (ALiBi(),),
     "t5": lambda b, h, nq, nk: (T5Bias(torch.randn(32, h)),),
+    "forget": lambda b, h, nq, nk: (Forget(-torch.rand(b, h, nk)),) if nq <= nk else (),
     "dense, masked": lambda b, h, nq, nk: (TensorBias(dropped(torch.randn(b, h, nq, nk))),),
     "of rows, cap, of keys": lambda b, h, nq, nk: (
         TensorBias(torch.randn(nq, 1)), SoftCap(3.0), TensorBias(torch.randn(1, nk)),
@@ -223,8 +224,8 @@ def check(
     assert fields(got).keys() == fields(want).keys()
     for field, x in fields(want).items():
         limit = 2e-3 + 2e-6 * n_keys if field == "spread" else atol
-        if field == "spread" and exact and name.startswith("entmax"):
-            limit *= 10  # the relative error of a tiny weight is larger, and counts by the square of its distance
+        if field in ("spread", "distance") and exact and name.startswith("entmax"):
+            limit *= 10  # the relative error of a tiny weight is larger, and counts by its distance
         found, wanted = fields(got)[field], x
         if field == "argmax" and not torch.equal(found, wanted):  # of scores that are nearly equal
             eye = torch.eye(n_keys, dtype=torch.float64).expand(*k.shape[:2], -1, -1)
@@ -702,6 +703,10 @@ def test_threads_change_gradients_or_the_same_number_of_them_gives_other_bits(mo
 
 LEARNED: dict[str, tuple[Callable[..., tuple[Bias, ...]], Callable[..., list[tuple[int, ...]]]]] = {
     "slopes": (lambda slopes: (ALiBi(slopes),), lambda b, h, n_queries, n_keys: [(h,)]),
+    "gates": (
+        lambda *gates: tuple(map(Forget, gates)),
+        lambda b, h, n_queries, n_keys: [(b, h, n_keys), (h, n_keys)] if n_queries <= n_keys else [],
+    ),
     "caps between biases": (
         lambda table, pairs, shared: (T5Bias(table), SoftCap(3.0), TensorBias(pairs), ByDistance(shared), SoftCap(2.0)),
         lambda b, h, n_queries, n_keys: [(8, h), (n_queries, n_keys), (1, n_queries + n_keys - 1)],

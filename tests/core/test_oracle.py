@@ -127,6 +127,7 @@ BIASES: dict[str, Maker] = {
     "alibi that learns": lambda m: biases.ALiBi(m.new(HEADS)),
     "t5": lambda m: biases.T5Bias(m.new(8, HEADS), max_distance=5),
     "by distance": lambda m: biases.ByDistance(m.new(HEADS, m.size.nq + m.size.nk - 1)),
+    "forget": lambda m: biases.Forget(-m.new(m.size.b, HEADS, m.size.nk).exp()),
     "relative": lambda m: biases.RelativePosition(m.new(5, m.size.d), m.new(HEADS, 5, m.size.dv)),
     "dense, cap, relative": lambda m: (
         biases.TensorBias(m.new(HEADS, m.size.nq, 1)),
@@ -194,9 +195,10 @@ SUM_TO_ONE = ("softmax", "elu + 1 by sum", "entmax 1.3", "sparsemax", "hard")
 
 
 def possible(x: Any, y: Any) -> bool:
-    """Whether two choices may occur together: documents and drawn keys on fewer keys than queries are refused."""
+    """Whether two choices may occur together: some are refused for fewer keys than queries."""
     fewer = any(str(one).startswith(("9 on", "13 on")) for one in (x, y))
-    return not (fewer and any("document" in str(one) or "random" in str(one) for one in (x, y)))
+    refused_there = ("document", "random", "forget")
+    return not (fewer and any(word in str(one) for one in (x, y) for word in refused_there))
 
 
 SHORT, BANDS, AWKWARD = list(SIZES)[:6], list(SIZES)[8:10], list(SIZES)[10:]

@@ -12,7 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkv.attention import Attention, attend
+from qkv.biases import Forget
 from qkv.engine import as_biases, as_mask
+from qkv.engine.call import at_least_float32
 from qkv.errors import InputError, at_least_one
 from qkv.masks import Mask, Window
 from qkv.normalizers import SumToOne
@@ -40,6 +42,7 @@ class Step:
     rotary: Rotary | None
     positions: Tensor | None
     mask: Mask | None
+    log_f: Tensor | None
 
     def rotated(self, start: int, length: int | None = None) -> tuple[Tensor, Tensor]:
         """q and k rotated by `positions`, or from position `start` on; `length` is for scalings that depend on it."""
@@ -75,6 +78,9 @@ class Cache:
     (10, 4)
     """
 
+    keeps_gates = False
+    """Whether the cache takes the gates of forgetting attention."""
+
     def __init__(self, most: int) -> None:
         self.seen = 0
         """Number of tokens processed so far."""
@@ -105,6 +111,7 @@ class Cache:
         rotary: Rotary | None = None,
         positions: Int[Tensor, "..."] | None = None,
         mask: Mask | None = None,
+        log_f: Float[Tensor, "b h n"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
         """Add n new tokens to the cache; their queries attend to the keys in it.
 
@@ -117,6 +124,7 @@ class Cache:
             positions: positions of the new tokens for `rotary`, (n,) or (b, n); ``seen`` … ``seen + n − 1`` if None.
             mask: combined with the composition's mask by ``&``: n queries × all keys in the cache, including the new
                 ones. Only for `Full`.
+            log_f: logarithms of the forget gates of the new tokens, as of `qkv.biases.Forget`. Only for `Full`.
 
         Returns:
             ``out`` (b, h, n, dv).
@@ -133,7 +141,12 @@ class Cache:
             signature = self._checked_signature(attention, q, k, v)
             _check_causal(own)
         assert own is not None
-        step = Step(attention, own, q, k, v, rotary, positions, mask)
+        step = Step(attention, own, q, k, v, rotary, positions, mask, log_f)
+        if log_f is not None and not self.keeps_gates:
+            raise InputError(
+                f"{type(self).__name__}: log_f was passed, but this cache evicts keys, and the gates of evicted tokens "
+                "count for earlier keys; expected the cache Full"
+            )
         self._check(step)
         if not self._buffers:
             self._allocate(q, k, v)
@@ -307,6 +320,8 @@ class Full(Cache):
     (torch.Size([1, 4, 10, 16]), Full(capacity=512, seen=10, length=10))
     """
 
+    keeps_gates = True
+
     def __init__(self, capacity: int) -> None:
         at_least_one("Full", capacity=capacity)
         super().__init__(capacity)
@@ -326,6 +341,16 @@ class Full(Cache):
         q, k = step.rotated(start)
         keys.narrow(2, start, n).copy_(k)
         values.narrow(2, start, n).copy_(step.v)
+        if step.log_f is not None:
+            if start and "log_f" not in self._buffers:
+                raise InputError("Full: log_f was passed, but not with the tokens before, expected it in every call")
+            shape = *step.log_f.shape[:2], self.capacity, 1
+            gates = self._buffers.setdefault(
+                "log_f", step.log_f.new_empty(shape, dtype=at_least_float32(step.log_f.dtype))
+            )
+            gates.narrow(2, start, n).copy_(step.log_f[..., None])
+            bias = *as_biases(step.attention.bias), Forget(gates.narrow(2, 0, stop)[..., 0])
+            step = replace(step, attention=replace(step.attention, bias=bias))
         whole: Mask | None = step.own
         if n == 1 and step.own.band == PAST:  # all keys are visible to a single query
             whole = step.mask

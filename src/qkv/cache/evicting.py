@@ -144,7 +144,7 @@ class Evicting(Cache):
     def hold(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Add n new tokens as `attend` does with several, but without the output of their queries."""
         signature = self._checked_signature(attention, q, k, v)
-        step = Step(attention, as_mask(attention.mask) or Causal(), q, k, v, None, None, None)
+        step = Step(attention, as_mask(attention.mask) or Causal(), q, k, v, None, None, None, None)
         self._check(step)
         if not self._buffers:
             self._allocate(q, k, v)

@@ -15,11 +15,14 @@ _Static_assert(BLOCK % RS == 0 && RS % GROUP == 0 && TILE % CELL == 0 && CELL % 
 #include "weights.h"
 
 /* A step from the product of a query and a key to their score, in base 2. */
-enum { BY_DISTANCE, DENSE, SOFT_CAP, LOG_SIGMOID, LOG_ELU_PLUS_ONE };
+enum { BY_DISTANCE, DENSE, DIFFERENCE, SOFT_CAP, LOG_SIGMOID, LOG_ELU_PLUS_ONE };
 typedef struct {
     int64_t kind;
-    const float *values; /* by distance: (b, h, nq + nk - 1 + PADDING), entry j - i + nq - 1; dense: (b, h, nq, nk) */
-    int64_t strides[4];  /* of batch, head, query and key; the last is 0 or 1 */
+    const float *values; /* by distance: (b, h, nq + nk - 1 + PADDING), entry j - i + nq - 1; dense: (b, h, nq, nk);
+                          * difference: (b, h, 2, nk), the numbers of keys in two parts, the second what rounding leaves */
+    int64_t strides[4];  /* of batch, head, query and key; the last is 0 or 1; difference: of batch, head and part, 1 */
+    const float *rows;   /* difference: (b, h, nq, 2), the numbers of queries, from which those of keys are subtracted */
+    int64_t row_strides[2]; /* of batch and head */
     float factor;        /* of the values: log2 e, or less with a temperature; or the cap, in base 2; or of scores before ln w */
 } Bias;
 
@@ -149,15 +152,29 @@ EACH_NORMALIZER(BOTH)
 #define ENTRY(kind) [kind] = {weigh_##kind##_0, weigh_##kind##_1},
 static Weigh *const WEIGHS[NORMALIZERS][2] = {EACH_NORMALIZER(ENTRY)}; /* without and with statistics */
 
-/* What a bias has for the keys of query i; a function of the score has nothing. */
-INLINE const float *values_of_row(const Call *c, const Bias *bias, int64_t batch, int64_t head, int64_t i) {
+/* What a bias has for the keys of query i; a function of the score has nothing. `row` is for `biased`. */
+INLINE const float *values_of_row(const Call *c, const Bias *bias, int64_t batch, int64_t head, int64_t i,
+                                  const float **row) {
     if (bias->kind >= SOFT_CAP) return NULL;
-    const float *values = bias->values + batch * bias->strides[0] + head * bias->strides[1] + i * bias->strides[2];
+    const float *values = bias->values + batch * bias->strides[0] + head * bias->strides[1];
+    if (bias->kind == DIFFERENCE) {
+        *row = bias->rows + batch * bias->row_strides[0] + head * bias->row_strides[1] + 2 * i;
+        return values;
+    }
+    values += i * bias->strides[2];
     return bias->kind == BY_DISTANCE ? values + c->nq - 1 - i : values;
 }
 
+/* Values of the keys from j on; 0 after the last. */
+INLINE vf values_at(const Call *c, const float *values, int64_t j) {
+    vf x = {0};
+    if (j + VL <= c->nk) x = *(const vu *)(values + j);
+    else if (j < c->nk) memcpy(&x, values + j, (size_t)(c->nk - j) * sizeof(float));
+    return x;
+}
+
 /* Scores x of the keys from j on with a bias; the derivative is that of a function of the score. */
-INLINE vf biased(const Call *c, const Bias *bias, const float *values, int64_t j, vf x, vf *derivative) {
+INLINE vf biased(const Call *c, const Bias *bias, const float *values, const float *row, int64_t j, vf x, vf *derivative) {
     vf added = {0}, y;
     if (bias->kind == SOFT_CAP) {
         y = capped(x, bias->factor);
@@ -171,8 +188,9 @@ INLINE vf biased(const Call *c, const Bias *bias, const float *values, int64_t j
         return choose(x > LOWEST / 2, y, x);
     }
     if (bias->kind == DENSE && !bias->strides[3]) added += values[0];
-    else if (bias->kind == BY_DISTANCE || j + VL <= c->nk) added = *(const vu *)(values + j);
-    else if (j < c->nk) memcpy(&added, values + j, (size_t)(c->nk - j) * sizeof(float));
+    else if (bias->kind == BY_DISTANCE) added = *(const vu *)(values + j);
+    else if (bias->kind == DENSE) added = values_at(c, values, j);
+    else added = (row[0] - values_at(c, values, j)) + (row[1] - values_at(c, values + bias->strides[2], j));
     return maximum((vf){0} + LOWEST, x + added * bias->factor); /* -infinity masks a pair; NaN stays */
 }
 
@@ -183,12 +201,12 @@ static void add_biases(const Call *c, const Space *s, float *p, int64_t panels, 
     for (const Bias *bias = c->biases; bias < c->biases + c->n_biases; bias++) {
         const int derivatives = slopes && bias->kind >= SOFT_CAP;
         for (int64_t r = 0; r < rows; r++) {
-            const float *values = values_of_row(c, bias, batch, head, query + r);
+            const float *row = NULL, *values = values_of_row(c, bias, batch, head, query + r, &row);
             for (int64_t panel = 0; panel < panels; panel++)
                 for (int v = 0; v < NV; v++) {
                     const int64_t at = panel * RS * PW + r * PW + v * VL;
                     vf derivative;
-                    *(vf *)(p + at) = biased(c, bias, values, first + panel * PW + v * VL, load(p + at), &derivative);
+                    *(vf *)(p + at) = biased(c, bias, values, row, first + panel * PW + v * VL, load(p + at), &derivative);
                     if (derivatives) *(vf *)(slopes + at) = derivative;
                 }
         }

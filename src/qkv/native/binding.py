@@ -58,7 +58,7 @@ def unsupported_reason(call: Call) -> str | None:
         return f"it computes softmax, sigmoid, ReLU, ELU + 1, the identity and entmax, not {name}"
     for bias in call.biases:
         if bias.form is None:
-            return f"the bias {type(bias).__name__} is not one by distance, a tensor, or a soft cap"
+            return f"the bias {type(bias).__name__} is not one by distance, a tensor, a difference, or a soft cap"
     if torch._C._len_torch_dispatch_stack() > 0:
         return "it needs tensors in memory"
     if not {call.q.dtype, call.k.dtype, call.v.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
@@ -79,8 +79,12 @@ def unsupported_reason(call: Call) -> str | None:
 
 def bias_is_finite(bias: Bias) -> bool:
     """Return whether the numbers of a bias are small enough to be added to scores, or −∞, which masks a pair."""
+    if bias.constant:
+        return True
+    if bias.form == "difference":
+        return all(float(x.detach().abs().amax()) < LARGEST_SCORE for x in bias.tensors().values())
     values: Tensor | None = getattr(bias, "tensor", None)
-    if values is None or bias.constant:
+    if values is None:
         return True
     least, most = (float(x) for x in values.detach().aminmax())
     if least == -math.inf:
@@ -247,7 +251,10 @@ LOGS = ("log sigmoid", "log elu + 1")
 class _Step(ctypes.Structure):
     """`Bias` of attention.c."""
 
-    _fields_ = (("kind", I64), ("values", P), ("strides", I64 * 4), ("factor", ctypes.c_float))
+    _fields_ = (
+        ("kind", I64), ("values", P), ("strides", I64 * 4), ("rows", P), ("row_strides", I64 * 2),
+        ("factor", ctypes.c_float),
+    )  # fmt: skip
 
 
 def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor]]:
@@ -256,10 +263,17 @@ def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor
     for step, bias in zip(steps, biases, strict=True):
         step.factor = math.log2(math.e) / temperature
         if bias.form == "cap":
-            step.kind, step.factor = 2, vars(bias)["cap"] * step.factor
+            step.kind, step.factor = 3, vars(bias)["cap"] * step.factor
             continue
         if bias.form in LOGS:
-            step.kind, step.factor = 3 + LOGS.index(bias.form), 1 / vars(bias)["normalizer"].temperature
+            step.kind, step.factor = 4 + LOGS.index(bias.form), 1 / vars(bias)["normalizer"].temperature
+            continue
+        if bias.form == "difference":
+            rows, columns = (x.detach().double() for x in bias.tensors().values())
+            x, of_rows = _two_parts(columns[..., 0, :], -2), _two_parts(rows[..., 0], -1)
+            step.kind, step.strides, step.rows = 2, (*_strides(x)[:2], x.stride(2), 1), of_rows.data_ptr()
+            step.row_strides, step.values = _strides(of_rows)[:2], x.data_ptr()
+            held += [x, of_rows]
             continue
         assert isinstance(bias, SingleTensorBias)
         if bias.form == "distance":
@@ -269,10 +283,21 @@ def _steps(biases: Sequence[Bias], temperature: float) -> tuple[Any, list[Tensor
             x = bias.tensor.detach().float()
             x = x if x.shape[3] == 1 or x.stride(3) == 1 else x.contiguous()
             step.kind = 1
-            step.strides = tuple(0 if n == 1 else y for n, y in zip(x.shape, x.stride(), strict=True))
+            step.strides = _strides(x)
         step.values = x.data_ptr()
         held.append(x)
     return steps, held
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor, 0 where it broadcasts."""
+    return tuple(0 if n == 1 else y for n, y in zip(x.shape, x.stride(), strict=True))
+
+
+def _two_parts(x: Tensor, dim: int) -> Tensor:
+    """Return float64 numbers as a float32 and what its rounding leaves, along a new dimension."""
+    first = x.float()
+    return torch.stack([first, (x - first).float()], dim)
 
 
 def forward(call: Call) -> tuple[Float[Tensor, "b h nq dv"], Float[Tensor, "b h nq"]] | None:

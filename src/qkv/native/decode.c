@@ -176,10 +176,10 @@ static float weigh_tile(const Call *c, const Keys *u, int64_t r, int64_t batch, 
     const int64_t i = r % c->nq, position = i + c->nk - c->nq;
     float *p = weights_of(u, r, from);
     for (const Bias *bias = c->biases; bias < c->biases + c->n_biases; bias++) {
-        const float *values = values_of_row(c, bias, batch, head + r / c->nq, i);
+        const float *at = NULL, *values = values_of_row(c, bias, batch, head + r / c->nq, i, &at);
         vf derivative;
         for (int64_t j = from; j < to; j += VL)
-            *(vf *)(p + j - from) = biased(c, bias, values, j, load(p + j - from), &derivative);
+            *(vf *)(p + j - from) = biased(c, bias, values, at, j, load(p + j - from), &derivative);
     }
     if (u->kept || u->cells[r] || c->n_biases || u->lo[r] > from || u->hi[r] < up(to, VL))
         mask_row(c, u, r, p, from, to);

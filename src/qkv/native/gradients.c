@@ -22,12 +22,13 @@
  */
 
 /* How the gradient of a bias is summed. */
-enum { BY_ROW, BY_KEY, ALONG_DIAGONALS, BY_PAIR };
+enum { BY_ROW, BY_KEY, ALONG_DIAGONALS, BY_PAIR, BY_ROW_AND_KEY };
 typedef struct {
     int64_t kind;
     void *sums;         /* zeros, or NULL if it is not wanted; by row, by key and along diagonals double (b, h, nq), (b, h, nk)
                          * and (b, h, nq + nk - 1), entry j - i + nq - 1; by pair float */
     int64_t strides[3]; /* by pair: of batch, head and query; the keys are contiguous */
+    double *rows;       /* by row and key: those by row, beside those by key in `sums` */
 } BiasGradient;
 
 typedef struct {
@@ -257,15 +258,16 @@ static void bias_gradients(const Gradients *b, const GradientSpace *g, float *ds
         }
         const BiasGradient *to = b->biases ? b->biases + i : NULL;
         if (!to || !to->sums) continue;
-        if (to->kind == BY_KEY || to->kind == ALONG_DIAGONALS) {
+        if (to->kind != BY_ROW && to->kind != BY_PAIR) {
             const int64_t shift = to->kind == ALONG_DIAGONALS, at = first + shift * (c->nq - query - rows);
             double *table = g->tables + (i * group + head % group) * distances + at;
             float sums[TILE + RS];
             sum_rows(ds, panels, rows, shift, sums);
             for (int64_t j = 0; j < last - first + shift * (rows - 1); j++) table[j] += sums[j];
         }
-        for (int64_t r = 0; r < rows && to->kind == BY_ROW; r++)
-            ((double *)to->sums)[(batch * c->h + head) * c->nq + query + r] += sum_row(ds + r * PW, panels);
+        double *of_rows = to->kind == BY_ROW ? to->sums : to->kind == BY_ROW_AND_KEY ? to->rows : NULL;
+        for (int64_t r = 0; r < rows && of_rows; r++)
+            of_rows[(batch * c->h + head) * c->nq + query + r] += sum_row(ds + r * PW, panels);
         for (int64_t r = 0; r < rows && to->kind == BY_PAIR; r++) {
             float *row = (float *)to->sums + batch * to->strides[0] + head * to->strides[1] + (query + r) * to->strides[2];
             for (int64_t j = first; j < last; j += VL) {
@@ -418,8 +420,8 @@ static void write_tables(const Gradients *b, const GradientSpace *g, int64_t uni
     const int64_t distances = c->nq + c->nk - 1, group = c->h / c->hkv;
     for (int64_t i = 0; i < c->n_biases; i++) {
         const BiasGradient *bias = b->biases + i;
-        if (!bias->sums || (bias->kind != BY_KEY && bias->kind != ALONG_DIAGONALS)) continue;
-        const int64_t size = bias->kind == BY_KEY ? c->nk : distances;
+        if (!bias->sums || bias->kind == BY_ROW || bias->kind == BY_PAIR) continue;
+        const int64_t size = bias->kind == ALONG_DIAGONALS ? distances : c->nk;
         for (int64_t head = 0; head < group; head++)
             for (int64_t j = from; j < min64(to, size); j++) {
                 double total = 0;

@@ -25,7 +25,7 @@ EVERYWHERE = (-math.inf, math.inf)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEAR = {"self_": 0, "previous": -1, "next_": 1}
 ROWS = {"entropy": "entropy", "effective_keys": "effective", "distance": "distance"}
-BY_ROW, BY_KEY, ALONG_DIAGONALS, BY_PAIR = range(4)  # as in gradients.c
+BY_ROW, BY_KEY, ALONG_DIAGONALS, BY_PAIR, BY_ROW_AND_KEY = range(5)  # as in gradients.c
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -156,7 +156,11 @@ def gradients_of(
     """
     prepared_call = prepared(call, gradient_products(call.q, call.k, call.v, out, grad))
     prepared_call.with_tensors(**(arguments or {}))
-    sums = {i: BiasSums(bias, call) for i, bias in enumerate(call.biases) if f"bias {i} tensor" in wanted}
+    sums = {
+        i: BiasSums(bias, call)
+        for i, bias in enumerate(call.biases)
+        if any(f"bias {i} {name}" in wanted for name in bias.tensors())
+    }
     biases = (BiasGradient * len(call.biases))()
     for i, x in sums.items():
         biases[i] = x.argument
@@ -171,7 +175,10 @@ def gradients_of(
         gradients["sink"] = of_sinks.sum_to_size(call.sink.shape)
     if call.shift is not None and of_shift is not None:
         gradients["shift"] = of_shift.sum_to_size(call.shift.shape)
-    return gradients | {f"bias {i} tensor": x.gradient(call.normalizer.temperature) for i, x in sums.items()}
+    for i, x in sums.items():
+        found = x.gradients(call.normalizer.temperature)
+        gradients |= {f"bias {i} {name}": y for name, y in zip(call.biases[i].tensors(), found, strict=True)}
+    return gradients
 
 
 def _gradients(
@@ -197,28 +204,36 @@ class BiasSums:
     """The sums over batch items, heads and pairs that are the gradient of a bias."""
 
     def __init__(self, bias: Bias, call: Call) -> None:
-        assert isinstance(bias, SingleTensorBias)
         (b, h, n_queries, _), n_keys = call.q.shape, call.k.shape[2]
-        self.shape, strides = bias.tensor.shape, (0, 0, 0)
+        self.shapes, strides = [x.shape for x in bias.tensors().values()], (0, 0, 0)
         self.by_distance = bias.form == "distance"
         self.in_order = False
+        self.rows: Tensor | None = None
+        if bias.form == "difference":
+            kind, self.sums = BY_ROW_AND_KEY, torch.zeros(b, h, 1, n_keys, dtype=torch.float64, device=CPU)
+            self.rows = torch.zeros(b, h, n_queries, 1, dtype=torch.float64, device=CPU)
+            self.argument = BiasGradient(kind, self.sums.data_ptr(), strides, self.rows.data_ptr())
+            return
+        assert isinstance(bias, SingleTensorBias)
+        shape = bias.tensor.shape
         if self.by_distance:
-            kind, self.sums = ALONG_DIAGONALS, torch.zeros(b, h, self.shape[1], dtype=torch.float64, device=CPU)
-        elif self.shape[3] < n_keys or n_keys == 1:
+            kind, self.sums = ALONG_DIAGONALS, torch.zeros(b, h, shape[1], dtype=torch.float64, device=CPU)
+        elif shape[3] < n_keys or n_keys == 1:
             kind, self.sums = BY_ROW, torch.zeros(b, h, n_queries, 1, dtype=torch.float64, device=CPU)
-        elif self.shape[2] < n_queries or n_queries == 1:
+        elif shape[2] < n_queries or n_queries == 1:
             kind, self.sums = BY_KEY, torch.zeros(b, h, 1, n_keys, dtype=torch.float64, device=CPU)
         else:
-            kind, self.sums = BY_PAIR, torch.zeros(self.shape, dtype=torch.float32, device=CPU)
-            self.in_order = self.shape[:2] != (b, h)
+            kind, self.sums = BY_PAIR, torch.zeros(shape, dtype=torch.float32, device=CPU)
+            self.in_order = shape[:2] != (b, h)
             of_batch, of_head, of_query, _ = self.sums.stride()
-            strides = (of_batch if self.shape[0] == b else 0, of_head if self.shape[1] == h else 0, of_query)
+            strides = (of_batch if shape[0] == b else 0, of_head if shape[1] == h else 0, of_query)
         self.argument = BiasGradient(kind, self.sums.data_ptr(), strides)
 
-    def gradient(self, temperature: float) -> Tensor:
-        """Return the gradient of the bias, of its shape; scores are divided by the temperature after their biases."""
-        sums = self.sums.sum(0).flip(-1) if self.by_distance else self.sums
-        return sums.sum_to_size(self.shape) / temperature
+    def gradients(self, temperature: float) -> list[Tensor]:
+        """Return the gradients of the bias's tensors; scores are divided by the temperature after their biases."""
+        sums = [self.sums.sum(0).flip(-1) if self.by_distance else self.sums]
+        sums = sums if self.rows is None else [self.rows, -self.sums]
+        return [x.sum_to_size(shape) / temperature for x, shape in zip(sums, self.shapes, strict=True)]
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ class Arguments(ctypes.Structure):
 class BiasGradient(ctypes.Structure):
     """`BiasGradient` of gradients.c."""
 
-    _fields_ = (("kind", I64), ("sums", P), ("strides", I64 * 3))
+    _fields_ = (("kind", I64), ("sums", P), ("strides", I64 * 3), ("rows", P))
 
 
 class Gradients(ctypes.Structure):

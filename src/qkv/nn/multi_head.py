@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from qkv._contract import Definition, learned_tensors, with_attributes
 from qkv.attention import Attention, compute
+from qkv.biases import Bias, Forget
 from qkv.compat import INPUTS, SIZES, renamed, with_blocked
-from qkv.engine import as_mask
+from qkv.engine import as_biases, as_mask
 from qkv.errors import InputError, at_least_one, kind_of, one_of
 from qkv.features import elu_plus_one
 from qkv.linear import LinearState, linear_attend, linformer
@@ -79,13 +80,13 @@ class Composition(nn.Module):
     @overload
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
-        return_weights: Literal[False] = False, return_statistics: Literal[False] = False,
+        bias: Bias | None = None, return_weights: Literal[False] = False, return_statistics: Literal[False] = False,
         queries: Bool[Tensor, "b nq"] | None = None,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
-        return_weights: bool = False, return_statistics: bool = False,
+        bias: Bias | None = None, return_weights: bool = False, return_statistics: bool = False,
         queries: Bool[Tensor, "b nq"] | None = None,
     ) -> Any: ...  # fmt: skip
     def forward(
@@ -95,11 +96,12 @@ class Composition(nn.Module):
         v: Float[Tensor, "b hkv nk dv"],
         *,
         mask: Mask | Bool[Tensor, "..."] | None = None,
+        bias: Bias | None = None,
         return_weights: bool = False,
         return_statistics: bool = False,
         queries: Bool[Tensor, "b nq"] | None = None,
     ) -> Tensor | tuple[Any, ...]:
-        """`attend` with this composition and an optional additional mask; dropout acts in training mode.
+        """`attend` with this composition and an optional additional mask and last bias; dropout acts in training mode.
 
         `queries` are those that count in the statistics, as in `qkv.measure`.
         """
@@ -107,6 +109,8 @@ class Composition(nn.Module):
         if (further := as_mask(mask)) is not None:
             own = as_mask(attention.mask)
             attention = replace(attention, mask=further if own is None else own & further)
+        if bias is not None:
+            attention = replace(attention, bias=(*as_biases(attention.bias), bias))
         if not return_statistics:
             return attention(q, k, v, training=self.training, return_weights=return_weights)
         options: dict[str, Any] = {"dropout_p": attention.dropout_p if self.training else 0.0}
@@ -178,6 +182,8 @@ class MultiHeadAttention(nn.Module):
             2020, arXiv:2010.04245; with RMSNorm as in Qwen 3).
         gate: multiply the outputs of the heads by σ(x W) before the output projection: ``"elementwise"``, or one gate
             for each ``"head"`` (Qiu et al. 2025, arXiv:2505.06708).
+        forget: a forget gate for each head and token, σ(x W + b), which lowers the scores of earlier keys
+            (`qkv.biases.Forget`; Lin et al. 2025, arXiv:2503.02130). For self-attention with a causal mask.
         sink: a learned sink for each head, which takes weight and has no value: ``"logit"`` (gpt-oss,
             arXiv:2508.10925), or a ``"key"`` (Gu et al. 2025, arXiv:2410.10781).
         bias: whether projections have biases.
@@ -206,6 +212,7 @@ class MultiHeadAttention(nn.Module):
         rotary: Rotary | None = None,
         qk_norm: bool = False,
         gate: Literal["elementwise", "head"] | None = None,
+        forget: bool = False,
         sink: Literal["logit", "key"] | None = None,
         bias: bool = True,
         fused: bool = True,
@@ -249,6 +256,7 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         gates = {None: 0, "elementwise": heads * v_head_dim, "head": heads}[gate]
         self.gate = nn.Linear(d_model, gates, bias=bias) if gates else None
+        self.forget = nn.Linear(d_model, heads) if forget else None
         attention = attention or Attention()
         if dropout and attention.dropout_p:
             raise InputError(
@@ -262,7 +270,7 @@ class MultiHeadAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Xavier-uniform projections, each by itself, and biases 0."""
         linear = [self.in_proj] if self.fused else [self.q_proj, self.k_proj, self.v_proj]
-        for layer in (*linear, self.out_proj, *([] if self.gate is None else [self.gate])):
+        for layer in (*linear, self.out_proj, *(x for x in (self.gate, self.forget) if x is not None)):
             parts = layer.weight.split(self.widths) if self.fused and layer is linear[0] else (layer.weight,)
             for part in parts:
                 nn.init.xavier_uniform_(part)
@@ -352,6 +360,8 @@ class MultiHeadAttention(nn.Module):
         cross = context is not None or value is not None or keys_values is not None
         if cross and (cache is not None or self.rotary is not None):
             raise InputError("context is passed, but a cache and rotary positions are for self-attention only")
+        if cross and self.forget is not None:
+            raise InputError("context is passed, but forget gates are those of the tokens of x; expected forget=False")
         q, k, v = self._project(x, context, value, keys_values)
         if is_causal:
             if cache is not None:
@@ -359,21 +369,25 @@ class MultiHeadAttention(nn.Module):
             causal, own = from_sdpa(is_causal=True, n_queries=q.shape[2], n_keys=k.shape[2]), as_mask(mask)
             mask = causal if own is None else causal & own
         more: list[Any] = []
+        log_f = None if self.forget is None else F.logsigmoid(self.forget(x)).transpose(1, 2)
         if cache is not None:
             requests = {"return_weights": return_weights, "need_weights": need_weights}
             requests["return_statistics"] = return_statistics
             for name in (name for name, yes in requests.items() if yes):
                 raise InputError(f"{name} is True with a cache, which returns the output alone; expected False")
             attention, extra_mask = self.composition.attention, as_mask(mask)
-            out = cache.attend(attention, q, k, v, rotary=self.rotary, positions=positions, mask=extra_mask)
+            out = cache.attend(
+                attention, q, k, v, rotary=self.rotary, positions=positions, mask=extra_mask, log_f=log_f
+            )
         else:
             if self.rotary is not None:
                 rotate = self.rotary.span if positions is None else functools.partial(self.rotary, positions=positions)
                 q, k = rotate(q), rotate(k)
             queries = self._counted(as_mask(mask), q) if return_statistics and not cross else None
             result = self.composition(
-                q, k, v, mask=mask, return_weights=return_weights or bool(need_weights),
-                return_statistics=return_statistics, queries=queries,
+                q, k, v, mask=mask, bias=None if log_f is None else Forget(log_f),
+                return_weights=return_weights or bool(need_weights), return_statistics=return_statistics,
+                queries=queries,
             )  # fmt: skip
             out, *more = result if isinstance(result, tuple) else (result,)
         out = self._merged(out, x)
