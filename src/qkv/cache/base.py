@@ -14,7 +14,6 @@ from torch import Tensor
 from qkv.attention import Attention, attend
 from qkv.biases import Forget
 from qkv.engine import as_biases, as_mask
-from qkv.engine.call import at_least_float32
 from qkv.errors import InputError, at_least_one
 from qkv.masks import Mask, Window
 from qkv.normalizers import SumToOne
@@ -346,7 +345,7 @@ class Full(Cache):
                 raise InputError("Full: log_f was passed, but not with the tokens before, expected it in every call")
             shape = *step.log_f.shape[:2], self.capacity, 1
             gates = self._buffers.setdefault(
-                "log_f", step.log_f.new_empty(shape, dtype=at_least_float32(step.log_f.dtype))
+                "log_f", step.log_f.new_empty(shape, dtype=torch.promote_types(step.log_f.dtype, torch.float32))
             )
             gates.narrow(2, start, n).copy_(step.log_f[..., None])
             bias = *as_biases(step.attention.bias), Forget(gates.narrow(2, 0, stop)[..., 0])
