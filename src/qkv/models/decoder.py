@@ -92,8 +92,8 @@ class DecoderConfig:
     """Whether an output matrix that is not tied has a bias; None, as in GPT-2 and Llama, for no."""
     qk_norm: bool = False
     gate: str | None = None
-    forget: bool = False
-    """Whether each head has a forget gate for each token: the forgetting transformer."""
+    forget: bool | None = None
+    """Whether each head has a forget gate for each token: the forgetting transformer; None for no."""
     sink: bool = False
     key_bias: bool = False
     normalizer: str = "softmax"
@@ -465,7 +465,7 @@ def _block(config: DecoderConfig, attention: Attention, rotary: Rotary | None) -
         attention=attention if config.attention is None else copy.deepcopy(attention),
         rotary=rotary,
         qk_norm=config.qk_norm,
-        forget=config.forget,
+        forget=bool(config.forget),
         gate=config.gate,  # type: ignore[arg-type]  # it checks
         sink="logit" if config.sink else "key" if config.key_bias else None,
         bias=config.bias if config.attention_bias is None else config.attention_bias,
