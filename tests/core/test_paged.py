@@ -95,9 +95,11 @@ def test_paged_statistics_of_half_precision_and_other_layouts_equal_those_of_mea
         assert torch.equal(statistics.distance, want.distance)
 
 
-def test_paged_memory_is_linear() -> None:
-    n = 2048
-    keys = PagedKeys(torch.randn(n // 16, 1, 16, D), torch.randperm(n // 16)[None], torch.tensor([n]))
+def test_paged_memory_is_linear_in_the_request() -> None:
+    n, cache = 2048, torch.randn(2**15, 1, 16, D)  # much larger than the keys of a request, and strided
+    keys = PagedKeys(
+        cache.transpose(2, 3).contiguous().transpose(2, 3), torch.randperm(n // 16)[None], torch.tensor([n])
+    )
     q = torch.randn(n, 1, D)
     assert largest_tensor(lambda: measure_paged(q, keys, [0, n])) < n * n / 4
 

@@ -14,6 +14,7 @@ import pytest
 
 import qkv
 import qkv_lab
+import qkv_vllm
 from conftest import Command
 from imported import statements
 from qkv import _packages, cli
@@ -50,6 +51,11 @@ def test_every_imported_package_is_a_dependency_or_in_an_extra() -> None:
     )
     assert f"qkv=={qkv.__version__}" in lab["dependencies"]
     assert qkv_lab.__version__ == qkv.__version__
+    served = tomllib.loads((ROOT / "serving" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    by_plugin = {x for file in (ROOT / "serving").rglob("*.py") for x in imported(file)}
+    assert not by_plugin - base - {"qkv_vllm", "vllm"}
+    assert served["dependencies"] == [f"qkv=={qkv.__version__}"]
+    assert qkv_vllm.__version__ == qkv.__version__
 
 
 def test_extras_install_what_sentences_name_have_smoke_tests_and_upper_bounds() -> None:

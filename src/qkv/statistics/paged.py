@@ -30,9 +30,8 @@ class PagedKeys:
     """The keys of several requests in a paged cache.
 
     Args:
-        blocks: the cache of one layer, (blocks, hkv, size, d), strided in any way: that of vLLM on CPU and of
-            FlashInfer's HND layout as it is, one of (blocks, size, hkv, d), as FlashAttention's, by
-            ``.transpose(1, 2)``.
+        blocks: the keys in the cache of one layer, (blocks, hkv, size, d), strided in any way: of a cache of
+            (blocks, size, hkv, d), as FlashAttention's, ``.transpose(1, 2)``.
         tables: the blocks of each request in order, (requests, most blocks); entries after its last key are not read.
         lengths: the number of keys of each request, those of its newest queries included.
 
@@ -78,7 +77,7 @@ def gathered(
 ) -> Float[Tensor, "1 hkv n d"]:
     """Return a copy of the first `length` keys, or values, of the blocks in a table, which are not checked."""
     used = table[: -(-length // blocks.shape[2])].to(blocks.device)
-    return blocks.transpose(0, 1).index_select(1, used).flatten(1, 2)[None, :, :length]
+    return blocks[used].transpose(0, 1).flatten(1, 2)[None, :, :length]
 
 
 def measure_paged(

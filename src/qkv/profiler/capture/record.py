@@ -119,14 +119,15 @@ class Measures:
         return {s.name: s.mask for s in (Local(self.local_window), _streaming(first, n_keys, device))}
 
     def of(
-        self, observed: ObservedCall, result: Result | None = None, norms: Tensor | None = None
-    ) -> tuple[Result, Statistics, Tensor | None]:
+        self, observed: ObservedCall, result: Result | None = None, norms: Tensor | None = None, *, output: bool = True
+    ) -> tuple[Result | None, Statistics, Tensor | None]:
         """Result, statistics, and the weights of a short call; see `refuse_nan`.
 
         Args:
             observed: the call.
             result: its result, if it has been computed.
             norms: the norms of its values, without which there is no ``first_contribution``.
+            output: whether the result is wanted, if it has not been computed; without it the values are not read.
         """
         call = detached(observed.call)
         options: dict[str, Any] = {
@@ -143,8 +144,7 @@ class Measures:
             "value_norms": norms,
         }
         if result is None:
-            result, rows, statistics = measured(call, output=True, **options, **further)
-            assert result is not None
+            result, rows, statistics = measured(call, output=output, **options, **further)
         else:
             rows = row_state(call, None if result.lse is None else result.lse.detach())
             statistics = sweep(call, rows, **options, **further)
@@ -174,6 +174,7 @@ class Measures:
         about = observed.vectors(vectors)
         norms = about.get("value_norm") if observed.call.values is None else None
         result, statistics, weights = self.of(observed, result, norms)
+        assert result is not None
         record = Record(
             observed.module, observed.group, observed.layer, statistics, about, weights, observed.queries,
             observed.keys, observed.causal,
