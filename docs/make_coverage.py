@@ -34,7 +34,8 @@ the source for every module:
 
 * `interface`: the model uses transformers' attention interface, and qkv's kernels compute. Exact, in linear memory.
 * `differential`: the same for two softmaxes, one of which is subtracted. Both maps are exact;
-  `attrs["differential"]` has the factor λ of the map that acts, softmax₁ − λ softmax₂, and values are not measured.
+  `attrs["differential"]` has the factor λ of the map that acts, softmax₁ − λ softmax₂, which the report and
+  `profile.plot.differential()` draw. Values are not measured.
 * `sdpa`: the model calls `scaled_dot_product_attention` or `nn.MultiheadAttention`. Exact, in linear memory (except for
   the weights that `nn.MultiheadAttention` itself forms if it has to return them).
 * `softmax`: the model writes its attention out: a softmax, a sigmoid or another function of a product of queries and

@@ -188,7 +188,6 @@ test_arguments_that_cannot_be_drawn_are_refused = refusals(WEIGHTS_REFUSED)
 FIGURES = {
     "overview": lambda p: p.plot.overview(),
     "received": lambda p: p.plot.received(),
-    "entropy": lambda p: p.plot.entropy(),
     "head": lambda p: p.plot.head(1, 1),
     "similarity": lambda p: p.plot.similarity(),
     "overlay": lambda p: p.plot.overlay(np.zeros((6, 10, 3)), (1, 4), [0, 1]),

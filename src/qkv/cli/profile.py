@@ -91,7 +91,7 @@ def write_mixing(loaded: Loaded, inputs: Any, position: int, out: Path) -> list[
     return [figure, table]
 
 
-FIGURES = ("overview", "received", "entropy", "sink", "sinks", "types")
+FIGURES = ("overview", "received", "sinks", "types", "differential")
 
 
 def profile(
@@ -217,11 +217,15 @@ def profile(
 def _figures(result: Profile, out: Path) -> list[Path]:
     from qkv.plot.layout import save_figure
 
+    made = list[Path]()
     with bar("drawing", "figures", len(FIGURES)) as step:
         for name in FIGURES:
-            save_figure(getattr(result.plot, name)(), out / f"{name}.png")
+            figure = getattr(result.plot, name)()
+            if figure is not None:
+                made.append(out / f"{name}.png")
+                save_figure(figure, made[-1])
             step(1)
-    return [out / f"{name}.png" for name in FIGURES]
+    return made
 
 
 def _write(result: Profile, comparison: Comparison | None, out: Path, files: list[Path]) -> None:

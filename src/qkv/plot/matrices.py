@@ -392,13 +392,21 @@ def model(
     if (tokens is not None or queries is not None) and len({one.size for one in found}) > 1:
         raise InputError("tokens is given with layers of different sizes, expected None")
     shown = [[pooled(Matrix(head), THUMBNAIL) for head in masked(one.weights(), mask)] for one in found]
-    norm = Style(title, "weight", vmin=0, vmax=vmax, power=power).norm([m for layer in shown for m in layer])
-    widest, rows = max((one.heads for one in found), key=len), len(shown)
-    columns = len(widest)
+    style = Style(title, "weight", vmin=0, vmax=vmax, power=power)
+    widest = max((one.heads for one in found), key=len)
+    return wall_of_heads(shown, [one.number for one in found], widest, style, found[0].names(tokens, queries))
+
+
+def wall_of_heads(
+    shown: list[list[Matrix]], numbers: list[int], heads: list[int], style: Style, names: tuple[Any, Any]
+) -> Figure:
+    """The figure of `model`: a row for each layer and a column for each head, and the names of queries and keys."""
+    title, norm = style.title, style.norm([m for layer in shown for m in layer])
+    rows, columns = len(shown), len(heads)
     cell = max(NARROWEST, min(1.1, 6.2 / columns, 7.5 / rows))
     wide, tall, gap = cell * columns, cell * rows, 0.04
     inner = cell * (1 - 2 * gap)
-    rights, belows = (x if x and are_readable(inner / len(x)) else None for x in found[0].names(tokens, queries))
+    rights, belows = (x if x and are_readable(inner / len(x)) else None for x in names)
     beside = 0.12 + (label_inches(rights, inner / len(rights), across=False) if rights else 0.0)
     below = 0.12 + (label_inches(belows, inner / len(belows), across=True) if belows else 0.0)
     left, width = 0.5, max(0.5 + wide + beside + 0.73, 2.2)
@@ -411,24 +419,24 @@ def model(
     assert image is not None
     axes.set(xlim=(0, columns), ylim=(rows, 0), xlabel="head", ylabel="layer")
     axes.spines[:].set_visible(False)
-    for axis, ids, n in ((axes.xaxis, widest, columns), (axes.yaxis, [one.number for one in found], rows)):
+    for axis, ids, n in ((axes.xaxis, heads, columns), (axes.yaxis, numbers, rows)):
         step = -(-n // 24)
         axis.set_ticks([x + 0.5 for x in range(0, n, step)], [str(x) for x in ids[::step]])
     axes.tick_params(length=0, labelsize=7.5, labelcolor=MUTED, labeltop=True, labelbottom=False, pad=2)
     axes.xaxis.set_label_position("top")
     colour_bar(image, label="weight", beside=beside, height=min(tall, 2.2))
-    for side, names, count in (("y", rights, rows), ("x", belows, columns)):
-        if names is None:
+    for side, tokens, count in (("y", rights, rows), ("x", belows, columns)):
+        if tokens is None:
             continue
         for at in range(count):  # the heads of the last column, or of the last row
             column, row = (columns - 1, at) if side == "y" else (at, rows - 1)
             outer = place(figure, left + cell * (column + gap), top + cell * (row + gap), inner, inner)
             outer.set(
-                xlim=(-0.5, len(names) - 0.5), ylim=(len(names) - 0.5, -0.5), xticks=[], yticks=[], facecolor="none"
+                xlim=(-0.5, len(tokens) - 0.5), ylim=(len(tokens) - 0.5, -0.5), xticks=[], yticks=[], facecolor="none"
             )
             outer.spines[:].set_visible(False)
             outer.yaxis.tick_right()
-            label_side(outer, side, names, len(names), "")
+            label_side(outer, side, tokens, len(tokens), "")
     return figure
 
 

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from qkv.errors import InputError, nearest
 from qkv.plot.comparison import similarity_figure
-from qkv.plot.given import index_of, mean_weights, of_text
+from qkv.plot.given import Matrix, index_of, mean_weights, of_text
 from qkv.plot.layout import (
     ACCENT,
     DESTINATIONS,
@@ -44,9 +44,10 @@ from qkv.plot.layout import (
     titled,
     token_label,
 )
-from qkv.plot.map import AFTER, StoredMap, alignment_figure, map_figure, overlay_figure
+from qkv.plot.map import AFTER, Stored, StoredMap, alignment_figure, map_figure, overlay_figure
+from qkv.plot.matrices import THUMBNAIL, Style, pooled, wall_of_heads
 from qkv.profiler.data import tables
-from qkv.profiler.data.findings import Findings, shared_by
+from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.frames import columns_of, counted, layers_and_heads, percent, size_of, written
 from qkv.profiler.data.sinks import EPSILON, sink_table, sink_tokens, trend_by_head
 from qkv.profiler.data.tables import MIXED, ROLES, TRAITS
@@ -117,55 +118,14 @@ class Plots:
         number_ticks(strip.yaxis, data["layer"].values, 6)
         return figure
 
-    def entropy(self, text: int | None = None, group: str | None = None) -> Figure:
-        """Entropy of every head by layer, compared with uniform attention."""
-        data = self._data(group, text)
-        heads, layers = tables.head_table(data), data["layer"].values
-        medians = heads.groupby("layer")["entropy"].median()[layers]  # NaN if the text is too short
-        sharpest = medians.idxmin()
-        where, whose = f"sharpest in layer {sharpest}", "its median head"
-        if medians.max() - medians.min() < 0.05:  # nats: a negligible difference
-            where, whose = "equally sharp in every layer", "the median head"
-        least = medians[sharpest]
-        title = f"Attention is {where}: {least:.1f} nats in {whose}, {shared_by(least)}"
-        wide = min(9.6, max(5.0, 0.2 + 0.62 * len(layers)))
-        figure, (axes,) = charts(title, self._subtitle(data), [wide], 2.65, right=0.7)
-        at, rows = layer_columns(axes, layers, heads, "entropy")
-        axes.scatter(at, rows["entropy"], s=17, color=ACCENT, alpha=0.75, lw=0, zorder=3, label="one head")
-        middle = np.arange(len(layers))
-        axes.hlines(medians, middle - 0.34, middle + 0.34, color=WARM, lw=1.8, zorder=4, label="median of the layer")
-        legend(
-            axes, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2, handletextpad=0.5,
-            columnspacing=1.4, scatteryoffsets=[0.5],
-        )  # fmt: skip
-        visible = data["visible"].values
-        uniform = float(np.log(visible[visible > 0]).mean())
-        reference_line(axes, uniform, "uniform\nattention")
-        axes.set(ylabel="entropy, nats", ylim=(0, uniform * 1.1 or 1))
-        return figure
-
-    def sink(self, text: int | None = None, group: str | None = None) -> Figure:
-        """The sink score of the first token: every head by layer, and its weight along the text.
-
-        A ring is the score over the whole text, a dot that over the first 64 queries. The right panel has one line for
-        each head, and is left out for texts that are not longer than 64 tokens.
-        """
-        data = self._data(group, text)
-        table = sink_table(data)
-        trend = trend_by_head(data)
-        long = len(trend.ranges) > 1
-        wides = [min(8.0, max(3.2, 0.5 * data.sizes["layer"]))] + [max(3.6, 0.75 * len(trend.ranges))] * long
-        figure, drawn = charts(_sinks_sentence(data), self._subtitle(data), wides, 2.6)
-        window = f"the first {data.sizes.get('prefix_key', 64)} queries" if long else "the text"
-        _by_layer(drawn[0], data["layer"].values, table, window, long=long)
-        if long:
-            _along(drawn[1], trend.ranges, trend.share, trend.even)
-        return figure
-
     def sinks(self, group: str | None = None) -> Figure:
-        """Sink scores of every head on three kinds of text, norms of sink values, and the tokens that are sinks."""
+        """Sink scores of every head on three kinds of text, norms of sink values, and the tokens that are sinks.
+
+        For texts longer than 64 tokens, a line for each head shows its weight on the first token along the text.
+        """
         data = self._profile.group(group)
-        table = sink_table(data)
+        table, trend = sink_table(data), trend_by_head(data)
+        long = len(trend.ranges) > 1
         kinds = {column: label for column, label in KINDS_OF_TEXT.items() if table[column].notna().any()}
         score = "mean weight on a token; above, of the first 64 queries"
         even = "" if np.isnan(mean := table["alpha_even"].mean()) else f" (even rows: {percent(mean)})"
@@ -175,7 +135,7 @@ class Plots:
             strong = f"{(table[column] > EPSILON).sum()} of {len(table)} heads"
             maps.append(HeadMap(table, column, f"{label}\n{strong}", norm))
         subtitle = f"{self._name()} · {score}{even}"
-        figure, drawn, lower = head_maps(_sinks_sentence(data), subtitle, maps, below=3.1)
+        figure, drawn, lower = head_maps(_sinks_sentence(data), subtitle, maps, below=3.1 + 3.2 * long)
         for axes, column in zip(drawn, kinds, strict=True):
             strong = table[table[column] > EPSILON]
             x, y = (np.searchsorted(data[side].values, strong[side]) for side in ("head", "layer"))
@@ -187,6 +147,9 @@ class Plots:
         wide = figure.get_figwidth() - 5.65
         tokens = chart(figure, 5.15, lower + 0.1, wide, 2.4, "Tokens that are sinks over the whole text")
         _tokens(tokens, sink_tokens(data), len(table))
+        if long:
+            axes = chart(figure, 0.75, lower + 3.4, 4.4 + wide, 2.3, "Weight on the first token along the text")
+            _along(axes, trend.ranges, trend.share, trend.even)
         return figure
 
     def types(self, group: str | None = None) -> Figure:
@@ -319,6 +282,27 @@ class Plots:
             )
         return map_figure(stored, picture)
 
+    def differential(self, text: int = 0, group: str | None = None) -> Figure | None:
+        """The maps that act in layers that subtract one softmax from another: softmax₁ − λ softmax₂.
+
+        Differential attention, Ye et al. 2024 (arXiv:2410.05258), eq. 1. Orange weights add values, blue ones subtract
+        them; for a long text they are means of bins. None without such layers, or without maps.
+        """
+        data = self._data(group, text)
+        kept, factors = Stored.of(data), self._profile.attrs.get("differential", {}).get(data.attrs["group"])
+        if not factors or kept is None:
+            return None
+        half, layers = data.sizes["head"] // 2, [n for n in data["layer"].values.tolist() if str(n) in factors]
+        shown = list[list[Matrix]]()
+        for layer in layers:
+            maps = kept.average[index_of("layer", layer, data["layer"].values)].astype(np.float64)
+            acting = np.where(kept.visible, maps[:half] - factors[str(layer)] * maps[half:], np.nan)
+            shown.append([pooled(Matrix(head), THUMBNAIL) for head in acting])
+        top = max(float(np.nanmax(np.abs(head.values))) for row in shown for head in row)
+        title = "Maps that act: softmax₁ − λ softmax₂"
+        heads, names = data["head"].values[:half].tolist(), of_text(data, text)[0].names(None, None)
+        return wall_of_heads(shown, layers, heads, Style(title, "weight", vmin=-top, vmax=top), names)
+
     def alignment(
         self, layer: int | None = None, head: int | None = None, text: int = 0, group: str | None = "cross"
     ) -> Figure:
@@ -433,20 +417,6 @@ def _maps_sentence(data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]
     )
 
 
-def layer_columns(
-    axes: Axes, layers: np.ndarray, heads: pd.DataFrame, statistic: str
-) -> tuple[np.ndarray, pd.DataFrame]:
-    """A column for each layer: the places across of the dots of all heads, and the table's rows in the same order.
-
-    The dots of a column are spread sideways, so that equal values do not overlap.
-    """
-    rows = heads.sort_values(["layer", statistic], kind="stable")
-    rank = rows.groupby("layer").cumcount().to_numpy()
-    number_ticks(axes.xaxis, layers)
-    axes.set(xlim=(-0.6, len(layers) - 0.4), xlabel="layer")
-    return np.searchsorted(layers, rows["layer"]) + (rank * 0.618 % 1 - 0.5) * 0.5, rows
-
-
 def _key(axes: Axes, table: pd.DataFrame, present: list[str], shown: list[str]) -> None:
     """The types that heads have, with their colours, and below them their traits, with their marks."""
     axes.set_axis_off()
@@ -550,24 +520,6 @@ def _sinks_sentence(data: xr.Dataset) -> str:
     if "sink_mass" in data and (learned := float(np.nanmean(data["sink_mass"].values))) >= 0.01:
         parts.append(f"the learned sink takes {percent(learned)}")
     return ", ".join(parts)
-
-
-def _by_layer(axes: Axes, layers: np.ndarray, table: pd.DataFrame, window: str, *, long: bool) -> None:
-    at, rows = layer_columns(axes, layers, table, "alpha_first")
-    first, whole = rows["alpha_first"].to_numpy(), rows["alpha_whole"].to_numpy()
-    colours = [WARM if value > EPSILON else ACCENT for value in first]
-    axes.scatter(at, first, s=19, color=colours, lw=0, zorder=3, label=f"one head, over {window}")
-    if long:
-        axes.vlines(at, whole, first, color=HAIRLINE, lw=1, zorder=1)
-        axes.scatter(at, whole, s=15, facecolor="white", edgecolor=MUTED, lw=0.9, zorder=2, label="over the whole text")
-    reference_line(axes, EPSILON, "")
-    axes.set(ylim=(0, _top(first)), ylabel="mean weight on the first token")
-    axes.yaxis.set_major_formatter(PERCENT)
-    if not np.isfinite(table["alpha_first"]).any():
-        missing = "the profile has no score of\nthese heads over the first queries"
-        axes.text(0.5, 0.4, missing, transform=axes.transAxes, ha="center", fontsize=8, color=MUTED)
-        return
-    legend(axes, handletextpad=0.2, scatteryoffsets=[0.5], **ABOVE)
 
 
 def _along(axes: Axes, ranges: list[tuple[int, int]], share: np.ndarray, even: np.ndarray) -> None:

@@ -16,6 +16,8 @@ from qkv._files import write_atomically
 from qkv.report.payload import as_json, payload
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from qkv.profiler.analyses.sources import Sources
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.data.profile import ProfileData
@@ -43,8 +45,10 @@ def render(profile: ProfileData, comparison: Comparison | None = None) -> str:
     page, blobs = payload(profile)
     title = f"{profile.attrs.get('model', 'Model')} · attention profile"
     kept = "\n".join(f'<script type="text/plain" id="{name}">{blob}</script>' for name, blob in blobs.items())
-    compared = "" if comparison is None else _compared(comparison)
-    return _page("report", STYLES, title, page, comparison=compared, blobs=kept)
+    parts = [] if comparison is None else [_compared(comparison)]
+    if any(profile.attrs.get("differential", {}).values()):
+        parts.append(_differential(profile))
+    return _page("report", STYLES, title, page, pictures="".join(parts), blobs=kept)
 
 
 def write_sources(found: Sources, path: str | os.PathLike[str]) -> Path:
@@ -77,26 +81,46 @@ def _page(name: str, styles: Sequence[str], title: str, page: dict[str, Any], **
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("head.html") + asset(f"{name}.html"))
 
 
+def _section(name: str, title: str, parts: Sequence[str]) -> str:
+    heading = f"<h2 id='{name}-title'>{html.escape(title)}</h2>"
+    return f"<section id='{name}' aria-labelledby='{name}-title'>{heading}{''.join(parts)}</section>"
+
+
+def _picture(figure: Figure, said: str) -> str:
+    from qkv.plot.layout import png_of
+
+    data = base64.b64encode(png_of(figure)).decode("ascii")
+    wide = round(100 * figure.get_figwidth())
+    alt = html.escape(said, quote=True)
+    return f"<img class='compared' width='{wide}' alt='{alt}' src='data:image/png;base64,{data}'>"
+
+
+def _differential(profile: ProfileData) -> str:
+    """The maps that act in layers that subtract one softmax from another, of the first text of each group."""
+    from qkv.plot.of_profile import Plots
+
+    drawn = [figure for group in profile.groups if (figure := Plots(profile).differential(group=group)) is not None]
+    said = "Orange weights add values, blue ones subtract them. Other maps and numbers are of each softmax alone."
+    parts = [f"<p>{said}</p>", *(_picture(figure, "The signed maps of all heads") for figure in drawn)]
+    return _section("differential", "The maps that act: softmax₁ − λ softmax₂", parts)
+
+
 def _compared(comparison: Comparison) -> str:
     """What changed, group by group: sentences, and pictures of all heads and of the maps that changed most."""
     from qkv.plot.comparison import changed_maps_figure, comparison_figure
-    from qkv.plot.layout import png_of
 
     names = (
         f"{p.attrs.get('model', 'model')} ({p.attrs.get('dtype', 'unknown')})" for p in (comparison.a, comparison.b)
     )
-    parts = [f"<h2 id='compared-title'>What changed: {html.escape(' → '.join(names))}</h2>"]
+    parts = list[str]()
     for group in comparison.groups:
         said = comparison.summary(group)
         parts += [f"<h3>{html.escape(group)} attention</h3>"] if len(comparison.groups) > 1 else []
         parts += [f"<p>{html.escape(' '.join(said))}</p>"]
         drawn = (comparison_figure, changed_maps_figure) if comparison.changed(group) else ()
-        for figure in (found for draw in drawn if (found := draw(comparison, group)) is not None):
-            data = base64.b64encode(png_of(figure)).decode("ascii")
-            parts.append(
-                f"<img class='compared' alt='{html.escape(said[0], quote=True)}' src='data:image/png;base64,{data}'>"
-            )
-    return f"<section id='compared' aria-labelledby='compared-title'>{''.join(parts)}</section>"
+        found = (draw(comparison, group) for draw in drawn)
+        parts += [_picture(figure, said[0]) for figure in found if figure is not None]
+    return _section("compared", f"What changed: {' → '.join(names)}", parts)
 
 
 def asset(name: str) -> str:
