@@ -19,7 +19,8 @@ from fuzz.formula import Result, attention
 from fuzz.rounding import EXACT, Random, Rounding, Sizes
 from fuzz.statistics import COUNTS, OF_COLUMNS, OF_SHAPE, statistics
 from qkv import normalizers
-from qkv.native import binding, library
+from qkv.kernels import native_call
+from qkv.native import library
 from qkv.statistics import Extremes
 
 SAMPLES = 3
@@ -235,7 +236,7 @@ class Expected:
     def _rounded_terms(self) -> Tensor:
         """How large the terms of the output are, which may cancel, if the native library rounds their weights; or 0."""
         inputs, found = self.case.inputs, self.exact.found
-        if isinstance(library.compiled(), str) or binding.products(*(inputs[x] for x in "qkv")) != torch.bfloat16:
+        if isinstance(library.compiled(), str) or native_call.products(*(inputs[x] for x in "qkv")) != torch.bfloat16:
             return torch.zeros_like(found.out.detach())
         sizes = self.exact.leaves["v"].detach().abs().nan_to_num(0, 0, 0)  # keys that no query sees may hold NaN
         sizes = sizes.repeat_interleave(self.case.shape.h // self.case.shape.hkv, 1)

@@ -39,17 +39,16 @@ if TYPE_CHECKING:
     from qkv._untrusted import max_size
     from qkv.attention import Attention, attend
     from qkv.choice import Choice, choose_keys
-    from qkv.engine.call import Result
     from qkv.linear import LinearState, linear_attend, linformer
     from qkv.models.loading import load
     from qkv.partial import Partial, merge
     from qkv.profiler.analyses.sources import Sources, sources
     from qkv.profiler.editing import edit
+    from qkv.results import Result, Statistics
     from qkv.runs.profiles import Profile
     from qkv.runs.run import profile
     from qkv.runs.watching import Watched, watch
     from qkv.statistics.measure import measure
-    from qkv.statistics.result import Statistics
 
 __version__ = "0.1.0"
 __all__ = [
@@ -101,7 +100,6 @@ __all__ = [
 # All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
 _NAMES = {
     "qkv._untrusted": ("max_size",),
-    "qkv.engine.call": ("Result",),
     "qkv._plan": ("Plan", "plan"),
     "qkv.attention": ("Attention", "attend"),
     "qkv.choice": ("Choice", "choose_keys"),
@@ -114,7 +112,7 @@ _NAMES = {
     "qkv.runs.run": ("profile",),
     "qkv.runs.watching": ("Watched", "watch"),
     "qkv.statistics.measure": ("measure",),
-    "qkv.statistics.result": ("Statistics",),
+    "qkv.results": ("Result", "Statistics"),
 }
 _MODULES = {*__all__}.difference(("InputError",), *_NAMES.values())
 if not TYPE_CHECKING:  # to a type checker, a module with `__getattr__` has every name

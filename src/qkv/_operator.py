@@ -16,12 +16,11 @@ from torch import Tensor
 
 from qkv.compat import autocast_dtype
 from qkv.engine.call import Call, at_least_float32, zero_masked_nonfinite
-from qkv.kernels import attention, tiled
+from qkv.kernels import attention, native, tiled
+from qkv.kernels.native_call import is_finite
 from qkv.masks import Dense, Grid, Mask, Window
 from qkv.masks.convert import parts
 from qkv.native import LIBRARY
-from qkv.native import kernel as native
-from qkv.native.binding import is_finite
 from qkv.normalizers import Softmax
 from qkv.partial import Partial
 from qkv.scores import Dot

@@ -18,12 +18,13 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv.biases import Bias
 from qkv.compat import Form
-from qkv.engine.call import A, Call, at_least_float32
+from qkv.engine.call import Call, at_least_float32
 from qkv.engine.sizes import sizes
 from qkv.engine.tiles import block_status
 from qkv.kernels import FORM_WEIGHTS, choose, linear, opaque
 from qkv.masks import EMPTY, FULL, Mask, Tiles
 from qkv.normalizers import Normalizer
+from qkv.results import A
 from qkv.scores import Score
 from qkv.statistics.measure import engine
 

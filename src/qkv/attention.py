@@ -19,20 +19,19 @@ from qkv._above import above
 from qkv._plan import Plan, plan
 from qkv.biases import Bias
 from qkv.compat import Form, composition_of
-from qkv.engine.call import A, Call, Result, dot_softmax
+from qkv.engine.call import Call, dot_softmax
 from qkv.engine.sizes import LARGEST_HEAD, dense, readable
 from qkv.engine.tiles import all_finite
 from qkv.engine.transforms import transformed, transforming
 from qkv.errors import InputError
 from qkv.kernels import attention as computed
-from qkv.kernels import opaque, serve, watched
+from qkv.kernels import native, opaque, serve, watched
 from qkv.masks import Mask
-from qkv.native import kernel as native
 from qkv.normalizers import Normalizer
+from qkv.results import A, Result, Statistics
 from qkv.scores import Score
 from qkv.statistics import gradients
 from qkv.statistics.measure import directly, measure, measured
-from qkv.statistics.result import Statistics
 
 SHORT = 64  # with fewer keys, torch's kernel may return 0 for a query that is NaN or infinite
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from qkv import masks
 from qkv.biases import Bias, TensorBias
-from qkv.engine.call import Result, as_biases, as_mask, inverted, tensor_of
+from qkv.engine.call import as_biases, as_mask, inverted, tensor_of
 from qkv.errors import InputError, kind_of, nearest
 from qkv.masks import Mask, from_sdpa
+from qkv.results import Result
 from qkv.scores import Dot, Score
 
 SIZES = {"embed_dim": "d_model", "num_heads": "heads", "n_heads": "heads"}

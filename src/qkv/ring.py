@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from qkv.biases import Bias
-from qkv.engine.call import Result, RowState
+from qkv.engine.call import RowState
 from qkv.engine.sharded import Shared, positions, shard, unshard
 from qkv.kernels import opaque, serve_shared, serving
 from qkv.masks import Mask
 from qkv.normalizers import Normalizer
+from qkv.results import Result, Statistics
 from qkv.scores import Score
 from qkv.statistics.base import Extremes, PrefixSinkScores
 from qkv.statistics.measure import sweep
-from qkv.statistics.result import Statistics
 
 __all__ = ["attend", "measure", "positions", "shard", "unshard"]
 __dir__ = __all__.copy

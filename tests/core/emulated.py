@@ -19,10 +19,10 @@ import pytest
 from torch import Tensor
 
 import hatch_build
-from qkv.native import binding, library
+from qkv.native import library
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-SOURCES = Path(__file__).with_suffix(".c"), Path(binding.__file__).with_name("library.c")
+SOURCES = Path(__file__).with_suffix(".c"), Path(library.__file__).with_name("library.c")
 FOLDER, EMULATED = pytest.StashKey[tempfile.TemporaryDirectory[str]](), pytest.StashKey["Emulated"]()
 
 

@@ -19,11 +19,11 @@ from qkv import attend, biases, masks, normalizers, reference
 from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Mask, Padding, Window
 from qkv.normalizers import Softmax
+from qkv.results import Thumbnail, field_of
 from qkv.scores import Dot
 from qkv.statistics import BUILT_IN, Extremes, Local, Mass, PrefixSinkScores, Streaming, measure_weights
 from qkv.statistics.gradients import DIFFERENTIABLE
 from qkv.statistics.measure import Statistics
-from qkv.statistics.result import Thumbnail, field_of
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
 TESTED_SEPARATELY = {

@@ -30,12 +30,15 @@ from conftest import covering
 from qkv import native
 from qkv.biases import ALiBi, Bias, ByDistance, Forget, RelativePosition, SoftCap, T5Bias, TensorBias
 from qkv.engine import Call
+from qkv.kernels import native as native_kernel
+from qkv.kernels import native_call
 from qkv.masks import Blockwise, Causal, Dense, Grid, Mask, Prefix, Shifted, Window
 from qkv.normalizers import EluPlusOne, Entmax, Hard, Identity, Normalizer, ReLU, Sigmoid, Softmax, Sparsemax
+from qkv.results import Statistics
 from qkv.statistics import measure
+from qkv.statistics import native as of_library
 from qkv.statistics.base import Extremes, Local, PrefixSinkScores, Streaming
 from qkv.statistics.gradients import DIFFERENTIABLE
-from qkv.statistics.result import Statistics
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {  # batch, query heads, key heads, queries, keys, head size, size of values
@@ -203,7 +206,7 @@ def check(
     added = BIASES[bias](b, h, n_queries, n_keys)
     call = Call.of(q, k, v, seen, added, None, normalizer)
     oracle = Call.of(q.double(), k.double(), v.double(), seen, added, None, normalizer) if exact else call
-    assert native.binding.unsupported_reason(call) is None
+    assert native_call.unsupported_reason(call) is None
     result, rows, got = measure.measured(call, output=True, **options)
     slow, slow_rows, want = by_tiles(oracle, monkeypatch, **options)
     assert result is not None
@@ -211,7 +214,7 @@ def check(
     atol, rtol = (2e-5, 2e-4) if dtype == torch.float32 else (torch.finfo(dtype).eps,) * 2
     size = 1.0 if name == "softmax" else max(1.0, float(slow.out.abs().max()))  # other rows may sum to more than 1
     torch.testing.assert_close(result.out, slow.out.to(dtype), atol=atol * size, rtol=rtol)
-    plain = native.binding.forward(call)
+    plain = native_call.forward(call)
     assert plain is not None or added  # a bias may mask a row
     if plain is not None:
         assert torch.equal(plain[0], result.out)
@@ -268,7 +271,7 @@ def test_products_of_a_processor_differ_from_float64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     q, k, v = (x.to(dtype) for x in inputs(shape))
-    assert native.binding.products(q, k, v) == dtype
+    assert native_call.products(q, k, v) == dtype
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if sink is None else 2)
     check(shape, mask, bias, monkeypatch, sink=sink, padded=sink is not None, dtype=dtype, exact=True, name=name)
 
@@ -280,8 +283,8 @@ def test_a_processor_multiplies_other_dtypes_or_plan_does_not_say_by_what(level:
     tensors = inputs("few queries")
     for dtype in (BF16, HALF, SINGLE):
         q, k, v = (x.to(dtype) for x in tensors)
-        assert native.binding.products(q, k, v) == (dtype if dtype in dtypes else SINGLE)
-        assert native.binding.products(q, k, v.double()) == SINGLE
+        assert native_call.products(q, k, v) == (dtype if dtype in dtypes else SINGLE)
+        assert native_call.products(q, k, v.double()) == SINGLE
         assert native.INSTRUCTIONS[level] in str(qkv.plan(q, k, v))
 
 
@@ -337,8 +340,8 @@ def test_nan_leaks_or_an_overflow_gives_numbers(
             torch.testing.assert_close(
                 fields(got)[field], x, atol=limit, rtol=2e-4, equal_nan=True, msg=f"{name}: {field}"
             )
-    assert native.binding.forward(calls["masked"]) is not None
-    assert native.binding.forward(calls["value"]) is None
+    assert native_call.forward(calls["masked"]) is not None
+    assert native_call.forward(calls["value"]) is None
 
 
 def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,17 +357,17 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
         "softmax": Call.of(q, k, v, None, (), None, Hard()),
         "bias of sigmoid": Call.of(q, k, v, None, (), None, Sigmoid(bias=torch.full((4,), torch.inf))),
     }
-    assert [name for name, call in calls.items() if native.binding.unsupported_reason(call) is None] == []
+    assert [name for name, call in calls.items() if native_call.unsupported_reason(call) is None] == []
     assert qkv.plan(q[:, :, -1:], k, v, normalizer=Entmax()).kernel == "eager"
     part = {"scattered": Dense((torch.arange(70) % 3 == 0)[None, :])}
     call = Call.of(q, k, v)
-    assert native.binding.attend_and_measure(call, measure.checked(call, call.grid, mass=part), output=False) is None
-    assert native.binding.unsupported_reason(call) is None
-    monkeypatch.setattr(native.binding, "LARGEST_MASK", 2**10)
-    assert native.binding.unsupported_reason(Call.of(q, k, v, Dense(torch.rand(70, 70) > 0.5))) is not None
+    assert of_library.attend_and_measure(call, measure.checked(call, call.grid, mass=part), output=False) is None
+    assert native_call.unsupported_reason(call) is None
+    monkeypatch.setattr(native_call, "LARGEST_MASK", 2**10)
+    assert native_call.unsupported_reason(Call.of(q, k, v, Dense(torch.rand(70, 70) > 0.5))) is not None
     monkeypatch.setattr(native.library, "LIBRARY", Path("nowhere.so"))
     native.library.compiled.cache_clear()
-    assert native.binding.unsupported_reason(Call.of(q, k, v)) is not None
+    assert native_call.unsupported_reason(Call.of(q, k, v)) is not None
     native.library.compiled.cache_clear()
 
 
@@ -459,7 +462,7 @@ def test_eigenvalues_differ_from_those_of_float64(n: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("sizes", "bins"), [((128, 128), 64), ((131, 73), 16), ((1, 300), 7), ((70, 5), 5)])
 def test_small_maps_differ_from_those_of_float64(sizes: tuple[int, int], bins: int) -> None:
     weights = torch.rand(2, 3, *sizes)
-    got, wanted = (native.library.thumbnail(x, bins) for x in (weights, weights.double()))
+    got, wanted = (of_library.thumbnail(x, bins) for x in (weights, weights.double()))
     assert (got.query_bin, got.key_bin) == (wanted.query_bin, wanted.key_bin)
     assert torch.equal(got.maximum.double(), wanted.maximum)
     torch.testing.assert_close(got.mean.double(), wanted.mean, rtol=1e-6, atol=0)
@@ -604,9 +607,9 @@ def test_gradients_of_statistics_of_other_normalizers_differ_from_those_of_the_t
         "queries": torch.rand(b, n_queries) > 0.3,
     }
     tensors = [*inputs(shape, 1.0)[:2], torch.linspace(-2, 2, h)]
-    native_gradients, served = native.kernel.gradients_of, list[bool]()
+    native_gradients, served = native_kernel.gradients_of, list[bool]()
     monkeypatch.setattr(
-        "qkv.native.kernel.gradients_of", lambda *x, **y: (served.append(True), native_gradients(*x, **y))[1]
+        "qkv.native_kernel.gradients_of", lambda *x, **y: (served.append(True), native_gradients(*x, **y))[1]
     )
 
     def found(dtype: torch.dtype) -> list[Tensor]:
@@ -655,14 +658,14 @@ def test_one_pass_gives_other_gradients_than_the_weights(shape: str, mask: str, 
 def test_gradients_by_products_of_a_processor_differ_from_float64(
     shape: str, mask: str, bias: str, name: str, level: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (b, h, *_, n_queries, n_keys, _, _), run, served = SHAPES[shape], native.binding.run, list[str]()
+    (b, h, *_, n_queries, n_keys, _, _), run, served = SHAPES[shape], native_call.run, list[str]()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 + len(mask) % 2)
 
     def recorded(function: str, arguments: Any) -> bool:
         served.append(function)
         return run(function, arguments)
 
-    monkeypatch.setattr("qkv.native.kernel.run", recorded)
+    monkeypatch.setattr("qkv.kernels.native.run", recorded)
     made_mask = MASKS[mask](torch.rand(b, n_keys) > 0.3)
     tensors, numbers = [x.to(dtype) for x in inputs(shape, 1.0)], torch.linspace(-2, 2, h)
     table = torch.randn(1, n_queries + n_keys - 1) / 4
@@ -786,8 +789,8 @@ def test_an_earlier_call_changes_a_later_one(calls: list[dict[str, Any]]) -> Non
     for call in calls:
         after = numbers(**call)
         with pytest.MonkeyPatch.context() as fresh:  # nothing is kept of earlier calls
-            for name in ("_layout", "_places"):
-                fresh.setattr(native.binding, name, getattr(native.binding, name).__wrapped__)
+            for module, name in ((native_call, "_layout"), (of_library, "_places")):
+                fresh.setattr(module, name, getattr(module, name).__wrapped__)
             alone = numbers(**call)
         assert all(torch.equal(x, y) for x, y in zip(after, alone, strict=True))
 

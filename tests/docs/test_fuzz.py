@@ -13,9 +13,8 @@ from fuzz.cases import case
 from fuzz.compare import check
 from qkv import masks
 from qkv.engine import Call
-from qkv.kernels import tiled
-from qkv.native import binding
-from qkv.native.binding import Prepared, prepared
+from qkv.kernels import native_call, tiled
+from qkv.kernels.native_call import Prepared, prepared
 from qkv.partial import sink_gradient
 
 CASES = 10
@@ -61,7 +60,7 @@ def _with_wrong_scale(call: Call) -> Prepared:
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {  # what it replaces, what cases name, what differs
     "the gradient of a sink": (tiled, "sink_gradient", lambda *of: 2 * sink_gradient(*of), "sink", "tiled: gradient"),
     "causal by one": (masks.Causal, "sees", _sees_too_much, "Causal", "eager: out"),
-    "the scale of native": (binding, "prepared", _with_wrong_scale, "float32", "native: out"),
+    "the scale of native": (native_call, "prepared", _with_wrong_scale, "float32", "native: out"),
 }
 
 

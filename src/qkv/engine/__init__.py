@@ -7,11 +7,12 @@ docs/dev/engine.md describes them.
 from __future__ import annotations
 
 from qkv._packages import check_tested
-from qkv.engine.call import Call, Result, RowState, as_biases, as_mask, at_least_float32, detached, inverted
+from qkv.engine.call import Call, RowState, as_biases, as_mask, at_least_float32, detached, inverted
 from qkv.engine.level import search_level
 from qkv.engine.sharded import Shared
 from qkv.engine.sizes import on_card
 from qkv.engine.transforms import under_vmap
+from qkv.results import Result
 
 check_tested("torch")
 

@@ -1,4 +1,4 @@
-"""An attention call, checked and prepared: `Call`, its `Result`, and what is known of its rows."""
+"""An attention call, checked and prepared: `Call`, and what is known of its rows."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from typing_extensions import TypeVar
 
 from qkv._contract import overrides, unlisted_tensor
 from qkv.biases import Bias, Form, TensorBias
@@ -24,11 +21,6 @@ from qkv.masks.base import mask_of_part
 from qkv.masks.convert import block_visibility
 from qkv.normalizers import Normalizer, Pointwise, Softmax, SumToOne
 from qkv.scores import Dot, Pairwise, Product, Score
-
-if TYPE_CHECKING:
-    from qkv.statistics.result import Statistics
-
-A = TypeVar("A", Tensor, np.ndarray, default=Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,50 +194,6 @@ class Call:
     @property
     def needs_grad(self) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors().values())
-
-
-class Result(tuple[Any, ...], Generic[A]):
-    """The output of a call and the further results. As a tuple it holds those that are not None, in this order.
-
-    >>> import torch, qkv
-    >>> q = k = v = torch.randn(1, 4, 100, 16)
-    >>> result = qkv.attend(q, k, v, return_lse=True)
-    >>> out, lse = result
-    >>> result.lse is lse, result.weights is None
-    (True, True)
-    """
-
-    out: A
-    """The output (b, h, nq, dv)."""
-    lse: A | None
-    """Log-sum-exp of the scores (b, h, nq), natural."""
-    weights: A | None
-    """Attention weights (b, h, nq, nk)."""
-    statistics: Statistics | None
-    """Statistics of the weights, as of `qkv.measure`."""
-
-    def __new__(
-        cls, out: A, lse: A | None = None, weights: A | None = None, statistics: Statistics | None = None
-    ) -> Result[A]:
-        result = super().__new__(cls, [x for x in (out, lse, weights, statistics) if x is not None])
-        result.out, result.lse, result.weights, result.statistics = out, lse, weights, statistics
-        return result
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.out, self.lse, self.weights, self.statistics
-
-    def __repr__(self) -> str:
-        named = zip(RESULTS, self.__getnewargs__(), strict=True)
-        return f"Result({', '.join(f'{name}={x!r}' for name, x in named if x is not None)})"
-
-
-RESULTS = ("out", "lse", "weights", "statistics")
-# torch.func.jvp and other transforms find the tensors in a result.
-pytree.register_pytree_node(
-    Result,
-    lambda result: ([*result], [name for name in RESULTS if getattr(result, name) is not None]),
-    lambda parts, names: Result(**dict(zip(names, parts, strict=True))),
-)
 
 
 DOT, SOFTMAX = Dot(), Softmax()

@@ -33,7 +33,7 @@ JUMP = 0.01  # tolerance of log Σ w at a fully converged level: more is a disco
 FARTHEST = 1e12  # largest distance of the level from the largest score, in units of 1 + |score|
 
 
-def level_of_rows(normalizer: Normalizer, scores: Scores) -> PerRow:
+def level_of_rows(normalizer: SumToOne, scores: Scores) -> PerRow:
     """Return the level of whole rows, −inf where masked and with a sink as one more score; 0 for fully masked rows.
 
     Not differentiable; see `solved_weights`.
@@ -45,7 +45,7 @@ def level_of_rows(normalizer: Normalizer, scores: Scores) -> PerRow:
 
 
 def search_level(
-    normalizer: Normalizer, scores: Scores, space: Scores | None = None, cut: slice = EVERY
+    normalizer: SumToOne, scores: Scores, space: Scores | None = None, cut: slice = EVERY
 ) -> tuple[PerRow, Scores]:
     """Return the level and weights of whole rows, by search; without gradients.
 
@@ -186,7 +186,7 @@ def raise_no_level(normalizer: Normalizer, top: PerRow, level: PerRow, total: Pe
 
 
 def solved_weights(
-    normalizer: Normalizer, scores: Scores, learned: Mapping[str, Tensor], level: PerRow | None = None,
+    normalizer: SumToOne, scores: Scores, learned: Mapping[str, Tensor], level: PerRow | None = None,
     space: Scores | None = None, cut: slice = EVERY,
 ) -> tuple[Scores, PerRow]:  # fmt: skip
     """Return the weights of whole rows, and their level, found if it is not known; −inf where masked, inside of `cut`.
@@ -211,7 +211,7 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, normalizer: Normalizer, level: Tensor | None, cut: slice, scores: Tensor, *learned: Tensor
+        ctx: Any, normalizer: SumToOne, level: Tensor | None, cut: slice, scores: Tensor, *learned: Tensor
     ) -> tuple[Tensor, Tensor]:
         level = level_of_rows(normalizer, scores) if level is None else level.clone()
         functions = _functions(normalizer)
@@ -261,7 +261,8 @@ class _Solved(torch.autograd.Function):
 
 def _functions(normalizer: Normalizer) -> list[Callable[..., Scores]]:
     """Return what gives the weights and, if others, the terms that sum to one."""
-    return [normalizer.weigh, *([normalizer.term] if overrides(normalizer, SumToOne, "term") else [])]
+    terms = [normalizer.term] if isinstance(normalizer, SumToOne) and overrides(normalizer, SumToOne, "term") else []
+    return [normalizer.weigh, *terms]
 
 
 @torch.enable_grad()

@@ -27,13 +27,14 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Bias
-from qkv.engine.call import Call, Result, as_biases, as_mask, at_least_float32
+from qkv.engine.call import Call, as_biases, as_mask, at_least_float32
 from qkv.engine.tiles import block_status
 from qkv.engine.transforms import Results, differentiable_call
 from qkv.errors import InputError, kind_of
 from qkv.masks import EMPTY, Grid, Mask, Region, Tiles
 from qkv.normalizers import Normalizer
 from qkv.partial import Partial, merge, sink_gradient
+from qkv.results import Result
 from qkv.scores import Score
 
 

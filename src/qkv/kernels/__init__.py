@@ -17,14 +17,14 @@ from typing import Any, TypeVar, cast
 import torch
 
 from qkv.engine import sharded
-from qkv.engine.call import Call, Result, at_least_float32
+from qkv.engine.call import Call, at_least_float32
 from qkv.engine.sharded import Shared
 from qkv.engine.sizes import recorded, shape_only, sizes
 from qkv.errors import InputError
-from qkv.kernels import eager, flex, fused, linear, reference, tiled
-from qkv.native import kernel as native
-from qkv.native.binding import FEW_ROWS, is_finite
+from qkv.kernels import eager, flex, fused, linear, native, reference, tiled
+from qkv.kernels.native_call import FEW_ROWS, is_finite
 from qkv.normalizers import SumToOne
+from qkv.results import Result
 
 __all__ = ["KERNELS", "Call", "Result"]
 __dir__ = __all__.copy

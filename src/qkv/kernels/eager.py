@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from qkv.engine.call import Call, Result
+from qkv.engine.call import Call
 from qkv.engine.rows import attend_rows
 from qkv.engine.tiles import Tile
 from qkv.engine.transforms import NEEDS, Need, transformed, under_vmap
 from qkv.masks import FULL, PARTIAL
 from qkv.normalizers import SumToOne
+from qkv.results import Result
 
 OFFERS: tuple[Need, ...] = tuple(NEEDS)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Bias, TensorBias
-from qkv.engine.call import Call, Result, at_least_float32, detached, user_defined
+from qkv.engine.call import Call, at_least_float32, detached, user_defined
 from qkv.engine.level import TOLERANCE, raise_no_level, root, sink_slope, sink_weight
 from qkv.engine.sizes import GPUS, has_triton
 from qkv.engine.transforms import Need, unmet
@@ -30,6 +30,7 @@ from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, block_visibility
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.partial import Partial
+from qkv.results import Result
 
 BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
 SMALLEST_HEAD = 16  # smallest head dimension of Triton's matrix product

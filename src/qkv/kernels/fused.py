@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.engine.call import Call, Result
+from qkv.engine.call import Call
 from qkv.engine.sizes import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
 from qkv.engine.transforms import Need, Results, differentiable_call, unmet
 from qkv.masks import Causal, Mask, Window
 from qkv.normalizers import Softmax
 from qkv.partial import Partial, sink_gradient
+from qkv.results import Result
 from qkv.scores import Dot
 
 MULTIPLE = 8  # head dimensions are padded to a multiple of it

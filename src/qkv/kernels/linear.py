@@ -14,11 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv.engine.call import Call, Result, at_least_float32
+from qkv.engine.call import Call, at_least_float32
 from qkv.engine.tiles import spans
 from qkv.engine.transforms import Need, unmet
 from qkv.masks.convert import parts
 from qkv.normalizers import Pointwise
+from qkv.results import Result
 
 CHUNK = 128
 SEGMENT = 2**21  # elements in the largest temporary of a segment of the sequence

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from qkv import reference
-from qkv.engine.call import Call, Result, at_least_float32
+from qkv.engine.call import Call, at_least_float32
 from qkv.engine.transforms import Need, unmet
+from qkv.results import Result
 
 OFFERS: tuple[Need, ...] = ("weights that are no softmax", "pairwise scores", "biases", "vectors by distance")
 

@@ -10,11 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qkv.engine.call import Call, Result, RowState, at_least_float32, detached
+from qkv.engine.call import Call, RowState, at_least_float32, detached
 from qkv.engine.rows import add_gradients, attend
 from qkv.engine.tiles import Leaves
 from qkv.engine.transforms import NEEDS, Need, Results, differentiable_call, unmet
 from qkv.partial import Partial, sink_gradient
+from qkv.results import Result
 
 OFFERS: tuple[Need, ...] = tuple(need for need in NEEDS if need not in ("transforms", "tensors in closures"))
 

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.native import LIBRARY, MISSING, described
-from qkv.statistics.result import Thumbnail, bin_size
 
 MULTIPLIED = {5: (torch.bfloat16,), 6: (torch.bfloat16, torch.float16)}
 """By level of `INSTRUCTIONS`, the dtypes that are multiplied without conversion to float32."""
@@ -120,20 +119,6 @@ def empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=CPU)
 
 
-def thumbnail(weights: Float[Tensor, "b h nq nk"], bins: int) -> Thumbnail:
-    """Return all weights of a call pooled as by `Thumbnail.of_weights`, by the library if it can."""
-    b, h, n_queries, n_keys = weights.shape
-    size = bin_size(n_queries, bins), bin_size(n_keys, bins)
-    if size == (1, 1) or not _reduces(weights):
-        return Thumbnail.of_weights(weights, bins)
-    most, mean = (empty(b, h, -(-n_queries // size[0]), -(-n_keys // size[1])) for _ in range(2))
-    _reduce("pool", Pool(
-        weights.data_ptr(), b * h, n_queries, n_keys, *size, most.data_ptr(), mean.data_ptr(),
-        _threads(weights.numel()),
-    ))  # fmt: skip
-    return Thumbnail(most, mean, *size)
-
-
 def leading_shares(matrices: Float[Tensor, "*b n n"], few: int) -> Float[Tensor, "*b few"]:
     """Return the `few` largest eigenvalues of symmetric positive semidefinite matrices, as shares of their trace.
 
@@ -143,10 +128,10 @@ def leading_shares(matrices: Float[Tensor, "*b n n"], few: int) -> Float[Tensor,
     >>> [round(x, 6) for x in leading_shares(torch.diag(torch.tensor([0.0, 3.0, 1.0])), 2).tolist()]
     [0.75, 0.25]
     """
-    if _reduces(matrices) and few <= MOST_EIGENVALUES:
+    if reduces(matrices) and few <= MOST_EIGENVALUES:
         shares, n = empty(*matrices.shape[:-2], few), matrices.shape[-1]
-        _reduce("eigenvalues", Spectra(
-            matrices.data_ptr(), shares.numel() // few, n, few, shares.data_ptr(), _threads(matrices.numel() * n)
+        reduce("eigenvalues", Spectra(
+            matrices.data_ptr(), shares.numel() // few, n, few, shares.data_ptr(), threads(matrices.numel() * n)
         ))  # fmt: skip
         return shares
     finite = matrices.isfinite().all(-1).all(-1, keepdim=True)
@@ -162,23 +147,26 @@ def nodes_of_rows(scores: Float[Tensor, "*n k"]) -> tuple[Float[Tensor, "*n node
     Scores of −inf are left out. None if the library cannot compute them.
     """
     scores, (*shape, n) = scores.contiguous(), scores.shape
-    if not _reduces(scores):
+    if not reduces(scores):
         return None
     first, step, counts = empty(*shape, 1), empty(*shape, 1), empty(*shape, N_NODES)
     places = (x.data_ptr() for x in (first, step, counts))
-    _reduce("nodes", Nodes(scores.data_ptr(), first.numel(), n, _threads(scores.numel()), *places))
+    reduce("nodes", Nodes(scores.data_ptr(), first.numel(), n, threads(scores.numel()), *places))
     return first + step * torch.arange(N_NODES, dtype=torch.float32, device=CPU), counts
 
 
-def _reduces(x: Tensor) -> bool:
+def reduces(x: Tensor) -> bool:
+    """Return whether there is a library, and it reads a tensor."""
     usable = x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() and x.numel() > 0
     return usable and not isinstance(compiled(), str)
 
 
-def _threads(operations: int) -> int:
+def threads(operations: int) -> int:
+    """Return how many threads reduce so many numbers."""
     return torch.get_num_threads() if operations > 100_000 else 1
 
 
-def _reduce(function: str, arguments: ctypes.Structure) -> None:
+def reduce(function: str, arguments: ctypes.Structure) -> None:
+    """Call a reduction of plain tensors."""
     if getattr(compiled(), f"qkv_{function}")(arguments):
         raise MemoryError("a reduction of weights or keys needs more memory than there is")

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-import qkv
 from qkv._progress import bar
 from qkv.errors import InputError, first_line
 from qkv.models.loading import load_if_named
@@ -238,9 +237,10 @@ def attributes(model: nn.Module, name: str, seconds: float) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {"qkv": qkv.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    with suppress(PackageNotFoundError):
-        found["transformers"] = _version("transformers")
+    found = {"torch": torch.__version__, "python": platform.python_version()}
+    for package in ("qkv", "transformers"):
+        with suppress(PackageNotFoundError):  # qkv in a source tree that is not installed
+            found[package] = _version(package)
     return found
 
 

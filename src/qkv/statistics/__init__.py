@@ -10,9 +10,9 @@ their own by inheriting from `Statistic`.
 from typing import TYPE_CHECKING
 
 from qkv._lazy import lazy
+from qkv.results import Statistics, Thumbnail
 from qkv.statistics import base
 from qkv.statistics.base import Extremes, Local, Mass, PrefixSinkScores, Statistic, Streaming, WeightTile
-from qkv.statistics.result import Statistics, Thumbnail
 
 if TYPE_CHECKING:
     from qkv.statistics.measure import measure_weights

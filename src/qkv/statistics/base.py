@@ -21,7 +21,7 @@ from qkv._contract import Definition, require
 from qkv._registry import Registry
 from qkv.errors import InputError, kind_of
 from qkv.masks import Dense, Grid, Mask, Prefix, Region, Window
-from qkv.statistics.result import field_of
+from qkv.results import field_of
 
 LOG_OF_ZERO = -1e30  # stands for ln 0: finite, so that 0 · ln 0 = 0
 

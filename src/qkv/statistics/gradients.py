@@ -13,17 +13,16 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkv.engine.call import Call, Result, RowState, at_least_float32
+from qkv.engine.call import Call, RowState, at_least_float32
 from qkv.engine.rows import Rows, row_blocks, row_weights
 from qkv.engine.tiles import Leaves, Tile
 from qkv.engine.transforms import Results, differentiable_call, transformed
 from qkv.errors import InputError
-from qkv.kernels import opaque
+from qkv.kernels import native_call, opaque
+from qkv.kernels.native import statistics_gradients
 from qkv.masks import Dense, Mask
-from qkv.native import binding
-from qkv.native.kernel import statistics_gradients
+from qkv.results import Result, Statistics
 from qkv.statistics.base import FIELDS, Extremes, Mass, WeightTile
-from qkv.statistics.result import Statistics
 
 DIFFERENTIABLE = (
     "entropy", "effective_keys", "distance", "sink", "self_", "previous", "next_", "sink_mass", "lse", "received",
@@ -37,8 +36,8 @@ MeasureCall = Callable[..., tuple[Result | None, RowState, Statistics]]
 
 def in_one_pass(call: Call) -> bool:
     """Return whether one backward pass of the native library finds the gradients of output and statistics."""
-    unsupported = binding.unsupported_reason(call) is not None or call.learned or call.untracked is not None
-    return not unsupported and binding.is_finite(call)
+    unsupported = native_call.unsupported_reason(call) is not None or call.learned or call.untracked is not None
+    return not unsupported and native_call.is_finite(call)
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -69,7 +68,7 @@ def with_gradients(
     masks = dict(mass or {})
     if not output:
         call = call.with_tensors({name: x.detach() for name, x in call.tensors().items() if name in UNTRACKED})
-    by_library = call.needs_grad and binding.unsupported_reason(call) is None  # whose backward needs the argmax
+    by_library = call.needs_grad and native_call.unsupported_reason(call) is None  # whose backward needs the argmax
     result, rows, statistics = measure_call(
         call, output=output, mass=masks, first=first, queries=queries, statistics=[Extremes()] if by_library else []
     )

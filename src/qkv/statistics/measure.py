@@ -27,22 +27,23 @@ from torch import Tensor
 from qkv._contract import with_attributes
 from qkv.biases import Bias
 from qkv.compat import Form, refuse_unknown
-from qkv.engine.call import Call, Result, RowState, as_biases, at_least_float32, detached, dot_softmax, tensor_of
+from qkv.engine.call import Call, RowState, as_biases, at_least_float32, detached, dot_softmax, tensor_of
 from qkv.engine.level import sink_weight
 from qkv.engine.sharded import RingAccumulator, Shared, blocks, positions
 from qkv.engine.sizes import on_card
 from qkv.engine.tiles import Tile
 from qkv.errors import InputError
-from qkv.kernels import attention, opaque, tiled
+from qkv.kernels import attention, native_call, opaque, tiled
+from qkv.kernels import native as native_kernel
 from qkv.masks import Grid, Mask
-from qkv.native import binding, library
-from qkv.native import kernel as native_kernel
+from qkv.native import library
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
+from qkv.results import Result, Statistics, Thumbnail, share_of_first
 from qkv.scores import Score
+from qkv.statistics import native
 from qkv.statistics.base import FIELDS, Extremes, PrefixSinkScores, Request, Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import StatisticsReducer, own_statistics
-from qkv.statistics.result import Statistics, Thumbnail, share_of_first
 from qkv.statistics.triton import host as triton
 
 
@@ -148,7 +149,7 @@ def directly(
     arguments = native_kernel.directly(q, k, v, mask, bias, plain[0], no_grad=not output)
     if arguments is None or arguments.grad:
         return None
-    measurement = binding.measured(arguments, output=output)
+    measurement = native.measured(arguments, output=output)
     if measurement is None or measurement[0] is None or v.dtype == torch.float32:
         return measurement
     return measurement[0].to(v.dtype), measurement[1]
@@ -165,7 +166,7 @@ def row_state(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowStat
     if isinstance(call.normalizer, Pointwise) and call.normalizer.divide != "sum":
         return RowState()  # each weight depends on its own score only
     if not call.normalizer.has_lse:
-        by_library = binding.unsupported_reason(call) is None
+        by_library = native_call.unsupported_reason(call) is None
         rows = native_kernel.row_state(detached(call)) if by_library else None
         return tiled.row_state(call) if rows is None else rows
     return RowState(attention(call).lse if lse is None else lse)
@@ -183,12 +184,14 @@ def measured(
     """
     call = detached(call)
     request = checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
-    by: Any = triton if on_card(call.q) else binding
-    one_pass = shared is None and by.unsupported_reason(call) is None
-    known = {} if by is binding else {"rows": rows}
-    if one_pass and (results := by.attend_and_measure(call, request, output=output, **known)) is not None:
+    if on_card(call.q):
+        refused, one_pass = triton.unsupported_reason(call), triton.attend_and_measure
+    else:
+        refused, one_pass = native_call.unsupported_reason(call), native.attend_and_measure
+    results = one_pass(call, request, output=output, rows=rows) if shared is None and refused is None else None
+    if results is not None:
         out, numbers, statistics = results
-        rows = binding.row_state(call, numbers)
+        rows = native_call.row_state(call, numbers)
         if request.statistics:
             own = own_statistics(call, _counted(call, rows, request), request, statistics.row_sum)
             statistics = replace(statistics, own=own)
@@ -219,7 +222,7 @@ def engine(call: Call) -> str:
     if on_card(call.q):
         why = triton.unsupported_reason(call)
         return f"tiles of tensor operations: {why}" if why else "Triton, in one pass after the output"
-    why = None if isinstance(library.compiled(), str) else binding.unsupported_reason(call)
+    why = None if isinstance(library.compiled(), str) else native_call.unsupported_reason(call)
     return f"tiles of tensor operations: {why}" if why else library.description()
 
 

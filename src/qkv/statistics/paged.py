@@ -19,8 +19,8 @@ from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.masks import Causal, Mask
+from qkv.results import Statistics
 from qkv.statistics.measure import measure
-from qkv.statistics.result import Statistics
 
 _CAUSAL = Causal()
 

@@ -14,8 +14,8 @@ from qkv.engine.call import Call, RowState, at_least_float32, detached
 from qkv.engine.tiles import RunningExtremes, Tile, tiles
 from qkv.errors import InputError, kind_of
 from qkv.masks import Grid
+from qkv.results import bin_size
 from qkv.statistics.base import Product, Request, Statistic, WeightTile
-from qkv.statistics.result import bin_size
 
 SMALLEST = 1e-150  # a row with less mass counts as empty: the squares of its weights underflow
 

@@ -349,7 +349,7 @@ def check_normalizer(normalizer: Normalizer, *, heads: int = 4, sizes: Sizes | N
     check_attend(Composition(subject="normalizer", normalizer=normalizer), computed, more)
 
 
-def _weigh(normalizer: Normalizer, scores: Tensor, level: Tensor | None = None, method: str = "weight") -> Tensor:
+def _weigh(normalizer: Normalizer, scores: Tensor, level: Tensor | None = None, *, method: str = "weight") -> Tensor:
     """`weight` (or `term`) at scores (and the level of their rows), with a check of its result."""
     rows = () if level is None else (level,)
     with calling(normalizer, method, f"called for scores of shape {tuple(scores.shape)}"):
@@ -485,7 +485,7 @@ def _check_levels(normalizer: SumToOne, heads: int) -> None:
     """Weights are not negative, decrease in the level, and can sum to one, for one visible key and for many."""
     points = _Points(normalizer, heads, *SCORES)
     for method in ("weight", "term"):
-        weights = _weigh(normalizer, points.scores, points.level, method).detach()
+        weights = _weigh(normalizer, points.scores, points.level, method=method).detach()
         wrong = weights.isnan() | (weights < 0)
         forbid(normalizer, method, wrong, weights, "0 or more", where=points.where)
         rises = torch.zeros_like(wrong)
@@ -523,7 +523,7 @@ def _check_level_of(points: _Points) -> None:
             empty = level[:, :, 1]
             forbid(normalizer, "level_of", empty != 0, empty, "0", what="for a row of −inf alone ")
             row, shown = level[..., None], scores != -torch.inf
-            terms = torch.where(shown, _weigh(normalizer, torch.where(shown, scores, row), row, "term"), 0.0)
+            terms = torch.where(shown, _weigh(normalizer, torch.where(shown, scores, row), row, method="term"), 0.0)
             what = f"for a row of {keys} scores in {dtype}, the weights sum to another number at the level: "
             same(normalizer, "level_of", what, terms.sum(-1), shown.any(-1).to(dtype), tolerance)
 

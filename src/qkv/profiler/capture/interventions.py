@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qkv.edits import Edit, Head, Placed, Vectors, edited
 from qkv.engine import Call, Result
 from qkv.errors import InputError, kind_of
-from qkv.statistics.result import with_head
+from qkv.results import with_head
 
 Place = tuple[str | None, str | int, int | str]
 """Group, layer or module, and head or what else is edited; the group is None if it was not stated."""

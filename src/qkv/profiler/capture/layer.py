@@ -21,7 +21,7 @@ from qkv.profiler.capture.inputs import first_real
 from qkv.profiler.capture.pieces import Joint, Part, Piece, Selections, cropped, scores_of
 from qkv.profiler.capture.record import PREFIX, Measures, ObservedCall, Record, refuse_nan
 from qkv.profiler.data.variables import UNFUSED
-from qkv.statistics.result import Statistics, Thumbnail, bin_size
+from qkv.results import Statistics, Thumbnail, bin_size
 
 HELD = 2**22
 """So many numbers of queries of a layer are held at most; then they are measured, and only their keys are kept."""

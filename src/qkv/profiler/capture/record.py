@@ -18,13 +18,14 @@ from qkv.errors import InputError
 from qkv.huggingface.attention import is_causal
 from qkv.kernels import eager, serve, serving
 from qkv.masks import Mask
-from qkv.native.library import leading_shares, thumbnail
+from qkv.native.library import leading_shares
 from qkv.normalizers import SumToOne
 from qkv.profiler.capture.inputs import nan_error
 from qkv.profiler.data.variables import UNFUSED
+from qkv.results import Statistics, with_head
 from qkv.statistics import Local, PrefixSinkScores, Statistic, Streaming
 from qkv.statistics.measure import in_shares, measured, row_state, sweep
-from qkv.statistics.result import Statistics, with_head
+from qkv.statistics.native import thumbnail
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
 WEIGHTS_ONLY = ("softmax", "outputs", "returned", "differential")  # sources of weights, without vectors

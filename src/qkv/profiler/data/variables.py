@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from qkv.errors import InputError
+from qkv.results import field_of
 from qkv.statistics import BUILT_IN, Local, Statistic, Statistics, Streaming
 from qkv.statistics.base import validated
-from qkv.statistics.result import field_of
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -40,8 +40,8 @@ from qkv.profiler.surveys.data import (
     of_description,
 )
 from qkv.profiler.surveys.folder import label
+from qkv.results import Statistics
 from qkv.statistics import Statistic
-from qkv.statistics.result import Statistics
 
 OnBatch = Callable[[int, int, int], None]
 """Progress callback: numbers of documents, bytes and tokens that were finished since the last call."""

@@ -19,8 +19,8 @@ from qkv.kernels import fused
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.masks.convert import parts
 from qkv.normalizers import LOG2_E
+from qkv.results import Statistics, Thumbnail, bin_size
 from qkv.statistics.base import Request
-from qkv.statistics.result import Statistics, Thumbnail, bin_size
 
 SMALLEST_DOT = 16  # smallest dimension of Triton's matrix product
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

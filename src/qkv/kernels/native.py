@@ -12,13 +12,14 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv.biases import Bias, ByDistance, SingleTensorBias
-from qkv.engine.call import Call, Result, RowState, as_mask, detached
+from qkv.engine.call import Call, RowState, as_mask, detached
 from qkv.engine.transforms import Results, differentiable, differentiable_call, plain_torch
+from qkv.kernels import native_call
+from qkv.kernels.native_call import Prepared, gradient_products, of_tensors, prepared, ranges_of, run  # fmt: skip
 from qkv.masks import Grid, Mask
-from qkv.native import binding
-from qkv.native.binding import Prepared, gradient_products, of_tensors, prepared, ranges_of, run  # fmt: skip
 from qkv.native.library import CPU, BiasGradient, Gradients, empty
 from qkv.partial import Partial
+from qkv.results import Result
 
 PLAIN = (Tensor, torch.nn.Parameter)
 EVERYWHERE = (-math.inf, math.inf)
@@ -30,7 +31,7 @@ BY_ROW, BY_KEY, ALONG_DIAGONALS, BY_PAIR, BY_ROW_AND_KEY = range(5)  # as in gra
 
 def unsupported_reason(call: Call) -> str | None:
     """Return why this kernel cannot serve the call, or None if it can."""
-    return binding.unsupported_reason(call) or call.untracked
+    return native_call.unsupported_reason(call) or call.untracked
 
 
 def forward(call: Call) -> Result | None:
@@ -38,10 +39,10 @@ def forward(call: Call) -> Result | None:
 
     None if a score or an output is not finite.
     """
-    if call.needs_grad and not binding.is_finite(call):  # also where it is masked: 0 · NaN in the backward
+    if call.needs_grad and not native_call.is_finite(call):  # also where it is masked: 0 · NaN in the backward
         return None
     with torch.no_grad():
-        results = binding.forward(call)
+        results = native_call.forward(call)
     if results is None:
         return None
     shown = results if call.normalizer.has_lse else (results[0], None)
@@ -54,7 +55,7 @@ def row_state(call: Call) -> RowState | None:
     """Return the state of the rows of a detached call; None if a score is not finite."""
     arguments, numbers = prepared(call), empty(*call.q.shape[:3])
     arguments.with_tensors(lse=numbers)
-    return binding.row_state(call, numbers) if run(arguments.function, arguments.arguments) else None
+    return native_call.row_state(call, numbers) if run(arguments.function, arguments.arguments) else None
 
 
 def directly(
@@ -90,7 +91,7 @@ def directly(
     grid = Grid.of(q.shape[2], k.shape[2], q.shape[0], q.shape[1], CPU)
     bias.check(grid)
     bound = bias.bind(q, grid, q.shape[3] ** -0.5 if scale is None else scale)
-    if type(bound) is not ByDistance or not binding.bias_is_finite(bound):
+    if type(bound) is not ByDistance or not native_call.bias_is_finite(bound):
         return None
     if bound.tensor.requires_grad and torch.is_grad_enabled() and not no_grad:
         return None
@@ -149,8 +150,8 @@ def gradients_of(
 ) -> dict[str, Tensor]:
     """Return gradients of q, k, v, the sink and the biases in `wanted`, at least float32; v's only with the output's.
 
-    `lse` is the number of each row that `binding.forward` returns; the log-sum-exp may be over more keys than those of
-    the call. `out` is needed if `grad`, the gradient of the output, is given. `arguments` are fields of
+    `lse` is the number of each row that `native_call.forward` returns; the log-sum-exp may be over more keys than those
+    of the call. `out` is needed if `grad`, the gradient of the output, is given. `arguments` are fields of
     `library.Arguments` for the queries that count and the ranges of masses, and `more` those of `library.Gradients`:
     gradients of the lse and of statistics, and the statistics.
     """
@@ -263,7 +264,7 @@ def statistics_gradients(
     """
     if "max_logit" in grads and argmax is None:
         return None
-    if binding.unsupported_reason(call) is not None or not binding.is_finite(call):
+    if native_call.unsupported_reason(call) is not None or not native_call.is_finite(call):
         return None
     parts, grad_masses, masses = list[Tensor](), list[Tensor](), list[Tensor]()
     position = call.grid.rows(0, call.grid.n_queries)

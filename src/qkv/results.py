@@ -1,4 +1,4 @@
-"""`Statistics`, the result of `measure`."""
+"""What calls return: `Result`, `Statistics` of weights, and `Thumbnail`, the weights in bins."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
+import numpy as np
 import torch
+import torch.utils._pytree as pytree
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from typing_extensions import TypeVar
+
+A = TypeVar("A", Tensor, np.ndarray, default=Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,3 +210,47 @@ def share_of_first(sink: Tensor, contributions: Tensor, norms: Tensor, firsts: S
 def bin_size(length: int, bins: int) -> int:
     """Return the smallest power of two that divides a length into at most `bins` bins."""
     return int(2 ** math.ceil(math.log2(max(1, -(-length // bins)))))
+
+
+class Result(tuple[Any, ...], Generic[A]):
+    """The output of a call and the further results. As a tuple it holds those that are not None, in this order.
+
+    >>> import torch, qkv
+    >>> q = k = v = torch.randn(1, 4, 100, 16)
+    >>> result = qkv.attend(q, k, v, return_lse=True)
+    >>> out, lse = result
+    >>> result.lse is lse, result.weights is None
+    (True, True)
+    """
+
+    out: A
+    """The output (b, h, nq, dv)."""
+    lse: A | None
+    """Log-sum-exp of the scores (b, h, nq), natural."""
+    weights: A | None
+    """Attention weights (b, h, nq, nk)."""
+    statistics: Statistics | None
+    """Statistics of the weights, as of `qkv.measure`."""
+
+    def __new__(
+        cls, out: A, lse: A | None = None, weights: A | None = None, statistics: Statistics | None = None
+    ) -> Result[A]:
+        result = super().__new__(cls, [x for x in (out, lse, weights, statistics) if x is not None])
+        result.out, result.lse, result.weights, result.statistics = out, lse, weights, statistics
+        return result
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.out, self.lse, self.weights, self.statistics
+
+    def __repr__(self) -> str:
+        named = zip(RESULTS, self.__getnewargs__(), strict=True)
+        return f"Result({', '.join(f'{name}={x!r}' for name, x in named if x is not None)})"
+
+
+RESULTS = ("out", "lse", "weights", "statistics")
+# torch.func.jvp and other transforms find the tensors in a result.
+pytree.register_pytree_node(
+    Result,
+    lambda result: ([*result], [name for name in RESULTS if getattr(result, name) is not None]),
+    lambda parts, names: Result(**dict(zip(names, parts, strict=True))),
+)
