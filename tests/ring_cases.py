@@ -31,7 +31,7 @@ from qkv.normalizers import Softmax
 from qkv.scores import Additive
 from qkv.statistics import PrefixSinkScores
 
-N = 60  # tokens: 2 × 2 chunks of 15, 2 × 3 of 10
+N = 36  # tokens: 2 × 2 chunks of 9, 2 × 3 of 6
 BATCH, HEADS, KEY_HEADS, D, DV = 2, 6, 2, 3, 5
 
 
@@ -290,6 +290,7 @@ def lost(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
 
 if __name__ == "__main__":
     import safetensors.numpy  # noqa: F401
+    import torch.fx.experimental.symbolic_shapes
 
     import qkv.runs.run  # before they fork: otherwise each would import it
 

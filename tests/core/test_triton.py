@@ -86,15 +86,15 @@ def hidden(n: int, hide: int = 1000) -> Tensor:
 CASES = {
     "one pair": Case((1, 1, 1), 1, 1),
     "causal, no multiple of a tile": Case((1, 2, 1), 65, 65, d=32, mask=Causal(), prefix_keys=8, bins=16),
-    "more keys than queries, a sink": Case((1, 3, 1), 33, 129, d=24, dv=40, sink=True, bins=8, prefix_keys=20),
+    "more keys than queries, a sink": Case((1, 3, 1), 17, 97, d=24, dv=40, sink=True, bins=8, prefix_keys=20),
     "more queries than keys, bins of one": Case((1, 1, 1), 129, 40, mask=Causal(), bins=200),
     "a window, masses": Case((1, 1, 1), 81, 81, d=64, dv=64, mask=Window(40), bins=2, sink=True, mass=FULL),
     "padding on the left": Case(
-        (2, 2, 1), 70, 70, mask=Causal() & Padding([70, 41], side="left"), first=(0, 29), prefix_keys=16, queries=True,
+        (2, 2, 1), 45, 45, mask=Causal() & Padding([45, 26], side="left"), first=(0, 19), prefix_keys=16, queries=True,
     ),
-    "documents": Case((1, 2, 2), 70, 70, mask=Document(torch.arange(70) // 13 - 1) & Causal(), prefix_keys=9),
+    "documents": Case((1, 2, 2), 45, 45, mask=Document(torch.arange(45) // 13 - 1) & Causal(), prefix_keys=9),
     "a dense mask": Case(
-        (2, 1, 1), 70, 75, mask=Dense(torch.arange(2 * 70 * 75).view(2, 1, 70, 75) % 3 == 0), queries=True, sink=True,
+        (2, 1, 1), 40, 45, mask=Dense(torch.arange(2 * 40 * 45).view(2, 1, 40, 45) % 3 == 0), queries=True, sink=True,
     ),
     "bfloat16": Case((1, 2, 1), 65, 65, d=32, mask=Causal(), dtype=torch.bfloat16, bins=4, prefix_keys=64),
     "float16": Case((1, 2, 2), 65, 65, mask=Window(9, ahead=3), dtype=torch.float16),
@@ -111,6 +111,11 @@ CASES = {
     ),
     "the largest head": Case((1, 1, 1), 40, 40, d=256, dv=200, mask=Causal()),
 }  # fmt: skip
+IN_MANY_TILES = [
+    name
+    for name, case in CASES.items()
+    if case.nq > 16 and case.dtype == torch.float32 and case.factor == 1 and name != "the largest head"
+]
 
 
 @pytest.fixture(autouse=True)
@@ -127,8 +132,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "STEP_TILES", 2)
 
 
-@pytest.mark.parametrize("tiles", ["large", "small"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "tiles"), [*((name, "large") for name in CASES), *((name, "small") for name in IN_MANY_TILES)]
+)
 def test_output_and_statistics_equal_those_in_float64(name: str, tiles: str, request: pytest.FixtureRequest) -> None:
     if tiles == "small":
         request.getfixturevalue("small_tiles")
@@ -174,7 +180,7 @@ def close(got: Tensor | None, want: Tensor, what: str, allowed: float) -> None:
     assert float(off.max()) <= allowed, f"{what}: {float(off.max()):.2g} off, allowed {allowed:.2g}"
 
 
-@pytest.mark.parametrize("name", ["a window, masses", "padding on the left", "documents", "bfloat16"])
+@pytest.mark.parametrize("name", ["a window, masses", "padding on the left", "documents"])
 def test_the_order_of_programs_changes_no_bit(name: str, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the last program runs first, in place of programs that run at the same time in any order."""
     case = CASES[name]
@@ -211,7 +217,7 @@ def test_the_spread_of_a_head_that_attends_far_back_keeps_its_digits() -> None:
     assert got.distance.item() == pytest.approx(n - 1.5, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["a window, masses", "padding on the left", "a bias that hides distances"])
+@pytest.mark.parametrize("name", ["padding on the left", "a bias that hides distances"])
 def test_a_known_log_sum_exp_gives_equal_bits(name: str, small_tiles: None) -> None:
     case = CASES[name]
     call = Call.of(*case.tensors(), case.mask, case.biases)

@@ -85,13 +85,13 @@ def cpu_as_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "HOSTS", ())
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("padding", [None, "left"])
 def test_the_profile_of_a_card_equals_that_of_a_cpu(padding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, ids = llama(2), torch.randint(64, (2, 37))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if padding is not None:
-        batch["attention_mask"][1, : 5 if padding == "left" else -5] = 0
+        batch["attention_mask"][1, :5] = 0
     settings = {"probe": False, "progress": False, "map_tokens": 0, "map_bins": 8}
     want = qkv.profile(model, batch, **settings)
     monkeypatch.setattr(sizes, "HOSTS", ())
@@ -106,7 +106,7 @@ def test_the_profile_of_a_card_equals_that_of_a_cpu(padding: str | None, monkeyp
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 def test_a_layer_that_computes_nan_is_named_after_the_forward(cpu_as_card: None) -> None:
-    model = llama(3)
+    model = llama(2)
     nn.init.constant_(model.layers[1].self_attn.k_proj.weight, torch.nan)
     with pytest.raises(InputError, match=r"NaN in layers\.1\.self_attn"):
         qkv.profile(model, torch.arange(9), probe=False, progress=False)
