@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -44,16 +45,15 @@ settings.load_profile("qkv")
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Imports make millions of objects, none of them garbage: the collector never looks at them."""
+    """Imports make millions of objects, none of them garbage: the collector looks at them at the very end only.
+
+    There it must, or Triton's library prints a list of its objects that are left.
+    """
     gc.disable()
     yield
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """The collector looks at all objects again: Triton's library prints a list of its own that are left at the end."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
