@@ -6,7 +6,7 @@ OUT    ?= qkv-demo
 ROOMS  := core profile view cli lab research docs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) test-llm test-vllm fuzz fuzz-runs fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu gpu-day models experiments sinks dist clean
+.PHONY: help venv demo test quick coverage sanitize aarch64 $(addprefix test-,$(ROOMS)) test-llm test-vllm fuzz fuzz-runs fuzz-files torture lint docs docs-serve claims mutants figures extras lowest newest contract sbom bench gpu-libs bench-gpu test-gpu gpu-day models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -183,6 +183,12 @@ extras: venv  ## install each extra alone into a fresh environment and run its s
 lowest: venv  ## the same with the lowest versions that pyproject.toml allows
 	$(BIN)/python tests/install/environments.py --lowest $(EXTRAS)
 
+newest:  ## run all checks with the newest versions that pyproject.toml allows, in a virtual environment .newest
+	$(PYTHON) -m venv .newest
+	.newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[dev]' -e ./lab
+	touch .newest/.ready
+	$(MAKE) --no-print-directory VENV=.newest test
+
 contract: venv  ## record the public interface in tests/contract: names, options and saved formats
 	$(BIN)/python tests/contract/interface.py
 
@@ -195,5 +201,5 @@ dist: venv  ## build wheel and sdist; writes dist
 	$(BIN)/python -m build --quiet --wheel --outdir dist lab
 
 clean:  ## remove the files of all other targets
-	rm -rf $(VENV) $(OUT) qkv-coverage docs/_build docs/reference qkv-profile qkv-survey qkv-evict qkv-flow build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .newest $(OUT) qkv-coverage docs/_build docs/reference qkv-profile qkv-survey qkv-evict qkv-flow build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
