@@ -53,6 +53,7 @@ SCORES: dict[str, Any] = {
     "`Dot()`": scores.Dot(),
     "`General(weight)`": scores.General(torch.eye(D)),
     "`Cosine()`": scores.Cosine(),
+    "`SSMax(scale)`": scores.SSMax(),
     "`Additive(vector, …)`": scores.Additive(torch.zeros(D)),
     "`Concat(weight, vector, dq)`": scores.Concat(torch.zeros(D, 2 * D), torch.zeros(D), D),
     "`Features(map)`": Features(torch.relu),

@@ -130,7 +130,7 @@ def _profile(model: DecoderLM, ids: Int[Tensor, "b n"]) -> qkv.Profile:
 def _weights(model: DecoderLM, profile: qkv.Profile) -> dict[str, np.ndarray]:
     data = profile.data
     n = data.sizes["query"]
-    in_window = slice(min(n, model.config.window or n))  # queries to which the first key is visible
+    in_window = slice(min(n, *(window or n for window in model.config.windows)))  # to whose queries key 0 is visible
     names = ("previous", "entropy", "visible", "value_norm", *(["sink_mass"] if "sink_mass" in data else []))
     found = {"first": data["sink"].values[..., in_window], **{name: data[name].values for name in names}}
     block: Any = model.blocks[0]

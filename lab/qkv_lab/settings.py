@@ -49,6 +49,8 @@ def entries_of(settings: Any) -> dict[str, Any]:
     for name, value in found.items():
         if isinstance(value, Attention):
             raise InputError(f"{name} is a composition, expected None: run.toml holds all settings of a task, as text")
+        if isinstance(value, tuple):
+            raise InputError(f"{name} is {value}, expected one number: run.toml holds no number for each layer")
     return {k: entries_of(v) if is_dataclass(v) else v for k, v in found.items() if v is not None}
 
 

@@ -16,7 +16,18 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError, at_least_one, finite
 
-__all__ = ["NTK", "DynamicNTK", "Learned", "Linear", "Llama3", "Rotary", "Scaling", "Sinusoidal", "YaRN"]
+__all__ = [
+    "NTK",
+    "DynamicNTK",
+    "Learned",
+    "Linear",
+    "Llama3",
+    "Proportional",
+    "Rotary",
+    "Scaling",
+    "Sinusoidal",
+    "YaRN",
+]
 __dir__ = __all__.copy
 
 
@@ -128,6 +139,29 @@ class Linear(_ByFactor):
 
     def frequencies(self, dim: int, base: float, length: int) -> Tensor:
         return _frequencies(dim, base) / self.factor
+
+
+@dataclass(frozen=True)
+class Proportional(Scaling):
+    """p-RoPE: a `share` of the pairs is rotated, those of high frequency; the others do not turn.
+
+    The lowest frequencies carry content, which turns away from itself in a long text (Barbero et al. 2025,
+    arXiv:2410.06205). 1 is RoPE, 0 no positions. Unlike a smaller `Rotary.dim`, it leaves the
+    frequencies of the turning pairs as they are. ``"proportional"`` in Hugging Face.
+
+    >>> Proportional(0.5).frequencies(8, base=10_000.0, length=1).tolist()
+    [1.0, 0.1, 0.0, 0.0]
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not finite(self.share) or not 0 <= self.share <= 1:
+            raise InputError(f"Proportional: share is {self.share!r}, expected a share of the pairs, 0 to 1")
+
+    def frequencies(self, dim: int, base: float, length: int) -> Tensor:
+        plain = _frequencies(dim, base)
+        return plain.masked_fill(torch.arange(len(plain)) >= int(self.share * dim // 2), 0)
 
 
 @dataclass(frozen=True)

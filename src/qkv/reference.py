@@ -64,7 +64,7 @@ def compare(score: scores.Score, q: Array, k: Array, head: int, key_head: int) -
 def query_of(score: scores.Score, q: Array, head: int) -> Array:
     """Return the projected query."""
     match score:
-        case scores.Dot():
+        case scores.Dot() | scores.SSMax():
             return q
         case scores.General(weight):
             return q @ of_head(weight, head, 2)
@@ -81,7 +81,7 @@ def query_of(score: scores.Score, q: Array, head: int) -> Array:
 def key_of(score: scores.Score, k: Array, key_head: int) -> Array:
     """Return the projected key."""
     match score:
-        case scores.Dot() | scores.General():
+        case scores.Dot() | scores.General() | scores.SSMax():
             return k
         case scores.Cosine():
             return unit(k)
@@ -99,7 +99,14 @@ def factor(score: scores.Score, size: int) -> float:
             return 1 / math.sqrt(size) if scale is None else scale
         case scores.General(_, scale):
             return float(scale)
+        case scores.SSMax():
+            return 1 / math.sqrt(size)
     return 1.0
+
+
+def row_factor(score: scores.Score, head: int, visible: int) -> float:
+    """Return the factor of all scores of a query that sees this many keys."""
+    return float(of_head(score.scale, head, 0)) * math.log(max(visible, 1)) if isinstance(score, scores.SSMax) else 1.0
 
 
 def of_head(x: Any, head: int, ndim: int) -> Array:
@@ -467,9 +474,10 @@ def attention(
         g = h // (heads // key_heads)
         query = query_of(score, q[b, h, i], h)
         visible = [j for j in range(n_keys) if is_visible(mask, b, h, i, j, n_queries, n_keys)]
-        final = {}
+        by_row, final = row_factor(score, h, len(visible)), {}
+        query = query * by_row
         for j in visible:
-            s = compare(score, q[b, h, i], k[b, g, j], h, g)
+            s = by_row * compare(score, q[b, h, i], k[b, g, j], h, g)
             for one in bias:
                 s = apply_bias(
                     one, s, b, h, i, j, n_queries=n_queries, n_keys=n_keys, heads=heads, query=query,
@@ -477,7 +485,7 @@ def attention(
                 )  # fmt: skip
             final[j] = s / normalizer.temperature
         keys = [j for j in visible if final[j] != -math.inf]  # a bias of −∞ also masks a pair
-        sink = _sink(normalizer, score, q[b, h, i], b, h, i, g)
+        sink = _sink(normalizer, score, q[b, h, i], b, h, i, g, by_row)
         row = np.array([final[j] for j in keys])
         lse[b, h, i] = log_sum_exp(row, sink)
         weights[b, h, i, keys] = normalize(normalizer, row, h, len(visible), sink)
@@ -490,7 +498,7 @@ def attention(
 
 
 def _sink(
-    normalizer: normalizers.Normalizer, score: scores.Score, q: Array, b: int, h: int, i: int, g: int
+    normalizer: normalizers.Normalizer, score: scores.Score, q: Array, b: int, h: int, i: int, g: int, by_row: float
 ) -> float | None:
     """Return the sink's logit: a number per head or per query, or the score of a learned key with value 0.
 
@@ -500,7 +508,7 @@ def _sink(
     if not isinstance(normalizer, normalizers.Softmax | normalizers.Entmax | normalizers.Softpick):
         return None
     if normalizer.key is not None:
-        return compare(score, q, array(normalizer.key)[h], h, g) / normalizer.temperature
+        return by_row * compare(score, q, array(normalizer.key)[h], h, g) / normalizer.temperature
     if normalizer.sink is None:
         return None
     sink = array(normalizer.sink)

@@ -19,7 +19,7 @@ from torch import Tensor
 from qkv._contract import Definition, check_by_head, learned_tensors, overrides, require
 from qkv.errors import InputError, finite, kind_of
 
-__all__ = ["Additive", "Concat", "Cosine", "Dot", "Features", "General", "Pairwise", "Product", "Score"]
+__all__ = ["Additive", "Concat", "Cosine", "Dot", "Features", "General", "Pairwise", "Product", "SSMax", "Score"]
 __dir__ = __all__.copy
 
 
@@ -54,6 +54,15 @@ class Score(Definition):
         """Return the factor of the dot product of two projected vectors of `head_dim` entries."""
         return 1.0
 
+    def row_factor(
+        self, visible: Callable[[], Float[Tensor, "#b #h nq"]], like: Float[Tensor, "..."]
+    ) -> Float[Tensor, "#b #h nq"] | None:
+        """Return a factor of the scores of each query, which multiplies the projected query, or None.
+
+        `visible()` returns the number of visible keys per query, at least 1; the result has the device of `like`.
+        """
+        return None
+
 
 class Product(Score):
     """Base of the scores that are ``factor · q · k`` after `project`. One method is required: `project`.
@@ -67,7 +76,7 @@ class Product(Score):
     8.0
     """
 
-    definitions: ClassVar = {"project": ("rotation_invariant",)}
+    definitions: ClassVar = {"project": ("rotation_invariant", "row_factor")}
 
     def check(self) -> None:
         if not (overrides(self, Product, "project") or overrides(self, Product, "factor")):
@@ -75,8 +84,8 @@ class Product(Score):
 
     @property
     def projects(self) -> bool:
-        """Whether queries or keys are projected before the dot product."""
-        return overrides(self, Score, "project")
+        """Whether queries or keys are changed before the dot product."""
+        return overrides(self, Score, "project") or overrides(self, Score, "row_factor")
 
 
 class Pairwise(Score):
@@ -139,6 +148,36 @@ class Dot(Product):
 
     def factor(self, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, eq=False)
+class SSMax(Product):
+    """Scalable softmax: scale · ln n · q · k / √d, where n is the number of keys that the query sees.
+
+    The weight of one key whose score stands out then does not fade in a long text: its e^s becomes n^s (Nakanishi 2025,
+    arXiv:2501.19399). `scale` is a number, or (heads,), which may be learned.
+
+    >>> q, k = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 0.0, 0.0, 2.0]).view(1, 1, 4, 1)
+    >>> from qkv import attend
+    >>> round(attend(q, k, k, score=SSMax(), return_weights=True)[1][0, 0, 0, 3].item(), 4) == round(16 / 19, 4)
+    True
+    """
+
+    scale: float | Float[Tensor, " heads"] = 1.0
+    rotation_invariant = True
+
+    def __post_init__(self) -> None:
+        check_by_head("SSMax: scale", self.scale)
+
+    def factor(self, head_dim: int) -> float:
+        return 1 / math.sqrt(head_dim)
+
+    def row_factor(self, visible: Callable[[], Tensor], like: Tensor) -> Tensor:
+        logs = torch.log(visible())
+        if not isinstance(self.scale, Tensor):
+            return logs * self.scale
+        check_by_head("SSMax: scale", self.scale, like.shape[1])
+        return logs * self.scale.to(logs)[:, None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,6 +51,7 @@ FLAVOURS: dict[str, dict[str, Any]] = {
     "sink": {"sink": True, "positions": "t5"},
     "key bias": {"key_bias": True, "positions": "sinusoidal"},
     "window": {"window": 5, "positions": "rotary", "rotary_interleaved": True},
+    "window by layer": {"window": [3, None], "positions": "rotary"},
     "scaled": {"score_scale": 1.3, "positions": "rotary"},
     **{name: {"normalizer": name, "positions": "rotary"} for name in NORMALIZERS},
 }

@@ -127,7 +127,7 @@ BIASES: dict[str, Maker] = {
     "alibi that learns": lambda m: biases.ALiBi(m.new(HEADS)),
     "t5": lambda m: biases.T5Bias(m.new(8, HEADS), max_distance=5),
     "by distance": lambda m: biases.ByDistance(m.new(HEADS, m.size.nq + m.size.nk - 1)),
-    "forget": lambda m: biases.Forget(-m.new(m.size.b, HEADS, m.size.nk).exp()),
+    "forget": lambda m: biases.Forget(m.new(m.size.b, HEADS, m.size.nk)),
     "relative": lambda m: biases.RelativePosition(m.new(5, m.size.d), m.new(HEADS, 5, m.size.dv)),
     "dense, cap, relative": lambda m: (
         biases.TensorBias(m.new(HEADS, m.size.nq, 1)),
@@ -142,6 +142,7 @@ SCORES: dict[str, Maker] = {
     "dot of 0": lambda m: scores.Dot(0.0),
     "negative dot": lambda m: scores.Dot(-0.5),
     "general": lambda m: scores.General(m.new(HEADS, m.size.d, m.size.d)),
+    "ssmax": lambda m: scores.SSMax(m.new(HEADS)),
     "cosine": lambda m: scores.Cosine(m.new(HEADS)),
     "additive": lambda m: scores.Additive(
         m.new(HEADS, m.size.d), m.new(HEADS, m.size.d, m.size.d), m.new(m.size.hkv, m.size.d, m.size.d), m.new(m.size.d)

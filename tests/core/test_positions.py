@@ -13,7 +13,7 @@ from conftest import close, rand, refusals
 from hf_models import build
 from qkv.cache.evicting import policies_of
 from qkv.models.pretrained import ROTATE_AS_LLAMA, tell_rotary
-from qkv.positions import NTK, DynamicNTK, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
+from qkv.positions import NTK, DynamicNTK, Linear, Llama3, Proportional, Rotary, Scaling, Sinusoidal, YaRN
 
 SCALINGS: dict[str, tuple[Scaling | None, dict]] = {
     "default": (None, {"rope_type": "default"}),
@@ -27,6 +27,7 @@ SCALINGS: dict[str, tuple[Scaling | None, dict]] = {
             "beta_slow": 2.0, "attention_factor": 1.3, "truncate": False,
         },
     ),
+    "proportional": (Proportional(0.6), {"rope_type": "proportional", "partial_rotary_factor": 0.6}),
     "llama3": (
         Llama3(8.0, 1.0, 4.0, 256),
         {
@@ -139,6 +140,7 @@ REFUSALS: list[tuple[str, Callable[[], object]]] = [
     ("dim", lambda: NTK(2.0).frequencies(2, 1e4, 9)),
     ("original", lambda: YaRN(2.0, 0)),
     ("low", lambda: Llama3(low=4.0, high=1.0)),
+    ("share", lambda: Proportional(1.5)),
     ("x", lambda: Rotary(8)(torch.ones(1, 1, 2, 4), torch.arange(2))),
     ("positions", lambda: Rotary(4)(torch.ones(1, 1, 2, 4), torch.arange(3))),
 ]

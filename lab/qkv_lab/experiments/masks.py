@@ -236,12 +236,12 @@ class MaskSweep(Sweep):
         w = heads.maps(model, task.held_out(TEXTS)["ids"])
         n = w.shape[-1]
         query, key = np.arange(n)[:, None], np.arange(n)
-        visible = (key <= query) & (query - key < (config.window or n)) & (query >= max(config.prefix, 1))
+        visible = (key <= query) & (query - key < (config.windows[0] or n)) & (query >= max(config.prefix, 1))
         mass = w.mean(0)
         by_key = (mass * visible).sum(-2) / np.maximum(visible.sum(0), 1)
         by_key = by_key[..., visible.sum(0) >= LEAST_QUERIES]
         layer, head = small.argmax_head(by_key.max(-1))
-        own, late = mass[layer, head], range(config.window or n, n)
+        own, late = mass[layer, head], range(config.windows[0] or n, n)
         inside = own[max(config.prefix, 1) :, : config.prefix].mean(0) if config.prefix else np.zeros(1)
         return {
             "by_key": by_key[layer, head].tolist(),

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkv._contract import overrides
 from qkv.attention import Attention, attend
 from qkv.biases import Forget
 from qkv.engine import as_biases, as_mask
@@ -19,6 +20,7 @@ from qkv.masks import Mask, Window
 from qkv.normalizers import SumToOne
 from qkv.partial import Partial, merge
 from qkv.positions import Rotary
+from qkv.scores import Score
 
 PAST = (0, math.inf)  # the band of `Causal`
 _ATTENDING: ContextVar[Cache | None] = ContextVar("qkv cache", default=None)
@@ -520,6 +522,7 @@ def _parts_merge(step: Step) -> bool:
     """Whether partial results merge, and neither mask nor biases depend on the distance."""
     return (
         (step.attention.normalizer is None or step.attention.normalizer.has_lse)
+        and (step.attention.score is None or not overrides(step.attention.score, Score, "row_factor"))
         and step.own.band == PAST
         and all(bias.position_free for bias in as_biases(step.attention.bias))
     )

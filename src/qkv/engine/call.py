@@ -91,6 +91,8 @@ class Call:
             elif mask.band is None and (q.requires_grad or k.requires_grad):
                 q, _ = zero_masked_nonfinite(q, k[:, :, :0], mask, grid, normalizer)
         projected, keys = score.project(q, k)
+        if (by_row := score.row_factor(lambda: _visible(mask, grid, q), projected)) is not None:
+            projected = projected * by_row[..., None].to(projected)
         if seed is None:
             random = dropout_p > 0 or (normalizer.one_key and normalizer.sample)
             seed = int(torch.randint(2**31, ())) if random else 0
@@ -349,15 +351,19 @@ def _sink(user: UserArguments, projected: Tensor) -> Tensor | None:
 def _shift_and_divisor(
     normalizer: Pointwise, mask: Mask | None, grid: Grid, q: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    wide = at_least_float32(q.dtype)
-
     def visible() -> Tensor:
-        if mask is None:
-            return torch.full((1, 1, grid.n_queries), grid.n_keys, dtype=wide, device=q.device)
-        return mask.visible_keys(grid).clamp(min=1).to(wide)
+        return _visible(mask, grid, q)
 
-    shift = normalizer.shift(visible, q.new_empty(0, dtype=wide))
+    shift = normalizer.shift(visible, q.new_empty(0, dtype=at_least_float32(q.dtype)))
     return shift, visible() if normalizer.divide == "keys" else None
+
+
+def _visible(mask: Mask | None, grid: Grid, q: Tensor) -> Float[Tensor, "#b #h nq"]:
+    """Return how many keys each query sees, at least 1."""
+    wide = at_least_float32(q.dtype)
+    if mask is None:
+        return torch.full((1, 1, grid.n_queries), grid.n_keys, dtype=wide, device=q.device)
+    return mask.visible_keys(grid).clamp(min=1).to(wide)
 
 
 def _values(user: UserArguments) -> Tensor | None:

@@ -170,6 +170,10 @@ class Shared:
             raise InputError(
                 f"group: normalizer is {type(normalizer).__name__}, expected Softmax, whose partial results merge"
             )
+        if score is not None and overrides(score, Score, "row_factor"):
+            raise InputError(
+                f"group: score is {type(score).__name__}, which counts the keys of each query; expected another score"
+            )
         call = Call.of(q, k, v, None, (), score, normalizer)
         batch, heads, n_queries, _ = q.shape
         for name, x in (("q", q), ("k", k)):

@@ -97,8 +97,9 @@ class DecoderConfig:
     sink: bool = False
     key_bias: bool = False
     normalizer: str = "softmax"
-    window: int | None = None
-    """Each token attends to this many tokens, itself included; to all earlier tokens if None."""
+    window: int | tuple[int | None, ...] | None = None
+    """Each token attends to this many tokens, itself included; to all earlier tokens if None. Several numbers are those
+    of the layers, and repeat: with ``(512, 512, 512, None)`` every fourth layer attends to all tokens, as in Olmo 3."""
     prefix: int = 0
     """Length of the prefix, whose tokens all attend to one another: a prefix language model (Raffel et al. 2020,
     arXiv:1910.10683, §3.2.1). The prefix contains its own next tokens, so the loss should have no targets in it."""
@@ -129,8 +130,11 @@ class DecoderConfig:
         if not self.norm_eps > 0:
             raise InputError(f"norm_eps is {self.norm_eps}, expected a positive number")
         check_dropout("DecoderConfig", self.dropout)
-        if self.window is not None and self.window < 1:
-            raise InputError(f"window is {self.window}, expected at least 1 token or None")
+        if isinstance(self.window, list):
+            object.__setattr__(self, "window", tuple(self.window))
+        given = self.window if isinstance(self.window, tuple) else (self.window,)
+        if not given or not all(x is None or (type(x) is int and x > 0) for x in given):
+            raise InputError(f"window is {self.window!r}, expected at least 1 token or None, or such a number by layer")
         if self.prefix < 0:
             raise InputError(f"prefix is {self.prefix}, expected 0 or more tokens")
         if self.prefix and self.window is not None:
@@ -156,6 +160,16 @@ class DecoderConfig:
             raise InputError(
                 f"positions is {self.positions!r} with attention, expected another: give the composition this bias"
             )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer.
+
+        >>> DecoderConfig(layers=3, window=(8, None)).windows
+        (8, None, 8)
+        """
+        given = self.window if isinstance(self.window, tuple) else (self.window,)
+        return tuple(given[layer % len(given)] for layer in range(self.layers))
 
     @staticmethod
     def gpt2(**changes: Any) -> DecoderConfig:
@@ -224,7 +238,9 @@ class DecoderLM(nn.Module):
         self.positions = Learned(config.context, config.d_model) if config.positions == "learned" else None
         self.sinusoid = Sinusoidal(config.d_model) if config.positions == "sinusoidal" else None
         attention, rotary = _attention(config), rotary_of(config)
-        self.blocks = nn.ModuleList(_block(config, attention, rotary) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            _block(config, replace(attention, mask=_mask(config, window)), rotary) for window in config.windows
+        )
         last = config.place == "pre"
         self.norm = make_norm(config.norm, config.d_model, config.norm_eps, bias=config.bias) if last else nn.Identity()
         self.output = (
@@ -346,8 +362,8 @@ class DecoderLM(nn.Module):
 
     def _check_mask(self, padding: Tensor | None) -> None:
         """Raise `InputError` if the mask would change from one step to the next."""
-        mask = _mask(self.config)
-        if mask.band is not None:  # distances alone never change
+        mask = _mask(self.config, None)
+        if mask.band is not None:  # distances alone never change, of windows either
             return
         if depends_on_length(mask, self.config.context, self.config.heads):
             raise InputError(
@@ -424,7 +440,7 @@ def _attention(config: DecoderConfig) -> Attention:
     """The attention of all layers; they share its learned bias, as in T5. A composition of one's own is copied."""
     if config.attention is not None:
         own = config.attention
-        return replace(own, mask=_mask(config), dropout_p=own.dropout_p or config.dropout)
+        return replace(own, dropout_p=own.dropout_p or config.dropout)
     score = None if config.score_scale is None else Dot(config.score_scale)
     bias: Bias | None = None
     if config.positions == "alibi":
@@ -434,14 +450,14 @@ def _attention(config: DecoderConfig) -> Attention:
         nn.init.normal_(table, std=0.02)
         bias = T5Bias(table, bidirectional=False)
     normalizer = NORMALIZERS[config.normalizer]()
-    return Attention(mask=_mask(config), bias=bias, score=score, normalizer=normalizer, dropout_p=config.dropout)
+    return Attention(bias=bias, score=score, normalizer=normalizer, dropout_p=config.dropout)
 
 
-def _mask(config: DecoderConfig) -> Mask:
-    """The mask of all layers."""
+def _mask(config: DecoderConfig, window: int | None) -> Mask:
+    """The mask of a layer with this window."""
     if config.attention is not None:
         return causal(as_mask(config.attention.mask))
-    mask: Mask = Causal() if config.window is None else Window(config.window)
+    mask: Mask = Causal() if window is None else Window(window)
     return mask | Prefix(config.prefix) if config.prefix else mask
 
 
