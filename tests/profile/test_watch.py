@@ -269,6 +269,27 @@ def test_step_wise_decoder_has_one_layer_with_a_row_for_each_step() -> None:
         np.testing.assert_allclose(data["weights"].values[:, 0, 0], want, atol=1e-6)
 
 
+class OfPictures(nn.Module):
+    """Reads no token ids; the first layer has one query for each text, and the second has as many as keys."""
+
+    num_heads = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).mT[:, None]
+        one = nn.functional.scaled_dot_product_attention(x[:, :, :1], x, x)
+        return one + nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@torch.no_grad()
+def test_a_layer_with_one_query_of_a_model_without_ids_is_watched() -> None:
+    model, x = OfPictures(), torch.randn(2, 8, 3, 3, generator=torch.Generator().manual_seed(0))
+    with qkv.watch(model) as found:
+        model(x)
+    x = x.flatten(2).mT
+    data = found.profile().groups["cross"]
+    np.testing.assert_allclose(data["weights"].values[:, 0, 0], (x[:, :1] @ x.mT / 8**0.5).softmax(-1), atol=1e-6)
+
+
 # --- errors and restoration -------------------------------------------------------------------------------------------
 
 

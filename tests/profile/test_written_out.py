@@ -135,10 +135,18 @@ def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return joined(w @ v)
 
 
+def talking_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Parameters mix the heads, before the softmax and after it; here each stays what it is."""
+    mix = nn.Parameter(torch.eye(H), requires_grad=False)
+    s = torch.einsum("hg,bhij->bgij", mix, masked(heads(q) @ heads(k).mT, -1e4))
+    w = F.linear(s.softmax(-1).permute(0, 2, 3, 1), mix).permute(0, 3, 1, 2)
+    return joined(w @ heads(v))
+
+
 SPELLINGS = [
     lambda q, k, v: joined(helper(heads(q), heads(k), heads(v))), einsums, heads_last, heads_first, folded,
     folded_by_heads, length_first, chunks_of_queries, chunks_over_more_keys, by_exponentials, by_logarithms,
-    finite_mask, keys_first, one_head_at_a_time, three_operands, in_place,
+    finite_mask, keys_first, one_head_at_a_time, three_operands, in_place, talking_heads,
 ]  # fmt: skip
 
 
@@ -234,6 +242,41 @@ def test_a_layer_that_cannot_be_read_is_named_beside_one_that_can(reason: str) -
         model(X)
     with pytest.warns(UserWarning, match=reason):
         assert watched.profile().data.sizes["layer"] == 1
+
+
+class Merging(nn.Module):
+    """Queries are parameters: any text becomes three tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(3, H * D, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(self.queries, x.mT).softmax(-1) @ x
+
+
+@torch.no_grad()
+def test_queries_that_are_parameters_are_those_of_every_text() -> None:
+    model = Merging()
+    [data] = qkv.profile(model, {"x": X}, progress=False).groups.values()
+    np.testing.assert_allclose(data["weights"].values[:, 0, 0], (model.queries @ X.mT).softmax(-1), atol=1e-6)
+
+
+class InWindows(Mixing):
+    """Windows of an image attend: (batch, rows, columns of windows, height, width, features)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(3, 4).flatten(0, 2)
+        return super().forward(flat).unflatten(0, x.shape[:3]).unflatten(3, x.shape[3:5])
+
+
+@torch.no_grad()
+def test_windows_of_an_image_are_batch_items() -> None:
+    torch.manual_seed(1)
+    inner, x = InWindows(lambda q, k, v: joined(helper(*map(heads, (q, k, v))))), torch.randn(2, 3, 2, 2, 5, H * D)
+    data = qkv.profile(nn.Sequential(inner), {"input": x}, progress=False).data
+    want = inner.weights(x.flatten(3, 4).flatten(0, 2))
+    np.testing.assert_allclose(data["weights"].values[:, 0], want, atol=1e-6)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

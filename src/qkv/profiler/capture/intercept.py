@@ -9,6 +9,7 @@ negative weights, heads that cannot be told) are listed as unreadable; nothing i
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -66,6 +67,8 @@ def _stands_aside() -> AbstractContextManager[None]:
 
     def has_torch_function(arguments: Iterable[Any]) -> bool:
         modes = torch.overrides._get_current_function_mode_stack()
+        if sys._getframe(1).f_code not in (*FAST_PATHS.values(), _ENCODER):
+            return own(arguments)
         if not modes or not all(isinstance(mode, Intercept) and mode.stands_aside for mode in modes):
             return own(arguments)
         for _ in modes:
@@ -277,7 +280,8 @@ class Intercept(TorchFunctionMode):
         shape = next((tuple(x.shape) for x in read if x.ndim >= 2), ())
         pairs = itertools.pairwise(shape[1:]) if len(shape) == 4 else ()  # of an image, height × width
         tokens = shape[:2] if len(shape) == 2 else shape[:-1]
-        self.sizes.append(({*shape[:1]}, {*tokens, *(n * m for n, m in pairs)}))
+        windows = {math.prod(shape[1:-1])} if len(shape) > 4 else set()  # of an image, each with its tokens
+        self.sizes.append(({*shape[:1]}, {*tokens, *(n * m for n, m in pairs), *windows}))
 
     def ends(self, module: nn.Module) -> None:
         """The forward of a module has ended."""

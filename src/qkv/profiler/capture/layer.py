@@ -212,6 +212,8 @@ class Layer:
         copy = self.fork()  # so that more calls can follow
         copy.measure(now)
         found = now.selections.present(copy.measured)
+        if self.own_keys and not now.tokens:  # a model that reads no ids, such as one of images
+            now = replace(now, tokens=found[-1].stop)
         if len(found) == 1 and len(found[0].rows) == now.tokens:
             return found[0].record
         keys = _padding(now.selections.present(self.pieces)) if self.own_keys else now.real

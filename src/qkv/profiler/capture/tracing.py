@@ -314,8 +314,10 @@ class Tracer:
             a, b = (tensors[1], tensors[0]) if name == "__rmatmul__" else (tensors[0], tensors[1])
             if name in ("linear", "cdist"):
                 if name == "linear" and (self.of(b).parameter or b.ndim != 2):
-                    dims = self.of(a).dims[:-1]
-                    return _checked(Note((*dims, (Factor(out.shape[-1], FEATURES),))))
+                    before = self.of(a)
+                    dims = (*before.dims[:-1], (Factor(out.shape[-1], FEATURES),))
+                    mixed = before.product is not None and _are_heads(before.dims[-1])  # as talking heads do
+                    return replace(before, dims=dims, softmax=None) if mixed else _checked(Note(dims))
                 turned, b = self.of(b), b.mT
                 self.notes[b] = replace(turned, dims=(*turned.dims[:-2], *turned.dims[:-3:-1]), softmax=None)
             tensors, sides = [a, b], _matmul_letters(a.ndim, b.ndim)
@@ -397,11 +399,21 @@ class Tracer:
         if attends:
             return Note(tuple(tuple(replace(f, part=None) for f in dims[x]) for x in letters[2]))
         only = [set(letters[2]) & set(sides[0]) - set(sides[1]), set(letters[2]) & set(sides[1]) - set(sides[0])]
+        only = [{x for x in one if x < "\u0100"} or one for one in only]  # not those that are broadcast
         for one, part in zip(only, (ROWS, COLUMNS), strict=True):
             tokens = [f for x in one for f in dims[x] if f.origin != FEATURES]
             plain = any(f.size > 1 for f in tokens) or all(f.size == 1 or f in tokens for x in one for f in dims[x])
             for x in one:  # heads may be beside tokens
                 dims[x] = tuple(f if plain and f.origin == FEATURES else replace(f, part=part) for f in dims[x])
+        for mine, other in ((0, 1), (1, 0)):
+            scores = notes[mine]
+            if scores.product is not None and scores.product.activations and notes[other].parameter and summed and all(
+                _are_heads(by_letter[mine][x]) for x in summed
+            ):  # fmt: skip
+                mixed = {
+                    x: by_letter[mine][x] if x in by_letter[mine] else (Factor(shape[x], FEATURES),) for x in letters[2]
+                }
+                return _checked(replace(scores, dims=tuple(mixed[x] for x in letters[2]), softmax=None))
         origins = [f.origin for x in summed for f in by_letter[0][x]]
         activations, over_tokens = not any(note.parameter for note in notes), FEATURES not in origins and bool(origins)
         made = Product(activations, self.module(), over_tokens)
@@ -426,6 +438,10 @@ class Tracer:
             return (Factor(size, FEATURES),)
         known = sorted(found, key=lambda x: (x[0], all(f.origin == UNKNOWN for f in x[1]), -heads(x[1]), -len(x[1])))
         return tuple(replace(f, part=None) for f in known[0][1])
+
+
+def _are_heads(factors: tuple[Factor, ...]) -> bool:
+    return all(f.part is None and f.origin == FEATURES for f in factors)
 
 
 def _clarity(note: Note) -> tuple[bool, bool]:
