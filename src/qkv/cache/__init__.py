@@ -4,6 +4,8 @@
 (StreamingLLM) the first and the last, and each policy, such as `HeavyHitters` (H2O), the keys of most worth. A policy
 of your own is a subclass of `Evicting` with one method, `worth`.
 
+It imports attention and what lies below it. Read `base.py` first.
+
 >>> import torch, qkv
 >>> from qkv.cache import Sliding
 >>> cache, causal = Sliding(64), qkv.Attention(mask=qkv.masks.Causal())

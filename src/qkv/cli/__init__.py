@@ -1,4 +1,7 @@
-"""The command line: `qkv COMMAND`, with one module for each command; other packages add theirs as entry points."""
+"""The command line: `qkv COMMAND`, with one module for each command; other packages add theirs as entry points.
+
+It may import all of qkv, inside of the commands, so that `--help` is quick. Read `__init__.py`, then `profile.py`.
+"""
 
 from __future__ import annotations
 

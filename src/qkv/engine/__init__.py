@@ -2,6 +2,8 @@
 
 These names are for the rest of the package: the profiler, models, caches and the lab import nothing else of it.
 docs/dev/engine.md describes them.
+
+It imports the definitions (masks, biases, scores, normalizers) and the library. Read `call.py`, then `tiles.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Run Hugging Face models on qkv's kernels. Importing this package has no side effects and loads no transformers.
 
 `AttentionCallback`, for transformers' `Trainer`, is that of `qkv.tracking`.
+
+It imports attention, caches and models. Read `attention.py` first.
 """
 
 from qkv._lazy import lazy

@@ -2,6 +2,8 @@
 
 A kernel is a module with ``unsupported_reason(call)``, which returns the reason why it cannot serve a call or None,
 and ``forward(call)``, which computes it. Kernels do not import one another.
+
+They import the engine and the library. Read this file, then `tiled.py`, which serves every call.
 """
 
 from __future__ import annotations

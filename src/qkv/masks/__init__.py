@@ -6,6 +6,8 @@ compute FULL tiles without a mask. Masks compose with ``&``, ``|``, ``~``.
 
 Positions are key indices. Query ``i`` has position ``i + offset``, where ``offset`` is ``n_keys - n_queries``
 by default: the last query is aligned with the last key (bottom-right alignment).
+
+It imports contracts and errors alone. Read `base.py` first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Models built from `qkv.nn`, each after a paper, with checkpoints, sampling and text generation."""
+"""Models built from `qkv.nn`, each after a paper, with checkpoints, sampling and text generation.
+
+It imports layers and caches. Read `decoder.py` first.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Softmax attention and all statistics of its weights on CPU in one pass, by a compiled library.
 
 This module names the library and says which instructions it uses, without loading it or torch.
+
+It imports nothing of qkv. Read `attention.c`; `library.py` loads it, and `kernels/native.py` calls it.
 """
 
 from __future__ import annotations

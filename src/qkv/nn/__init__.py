@@ -1,4 +1,7 @@
-"""Modules built on `qkv.attend`: multi-head, linear and recurrent-era attention, feed-forward layers and blocks."""
+"""Modules built on `qkv.attend`: multi-head, linear and recurrent-era attention, feed-forward layers and blocks.
+
+It imports attention and caches. Read `multi_head.py` first.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Functions with an argument `ax` draw one panel, into those axes or into a new figure, and return the axes. The others
 make a new figure and return it. In a notebook both are shown as a picture. pyplot is not needed.
 
+It imports the data of profiles, and no run of a model. Read `layout.py`, then `matrices.py`.
+
 >>> import torch
 >>> from qkv import plot
 >>> plot.weights(torch.eye(3), ["a", "b", "c"], title="Each token attends to itself").get_title(loc="left")

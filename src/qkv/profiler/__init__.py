@@ -1,4 +1,7 @@
-"""Observe the attention of models and compute exact statistics of it; `qkv.profile` and `qkv.watch` are in `runs`."""
+"""Observe the attention of models and compute exact statistics of it; `qkv.profile` and `qkv.watch` are in `runs`.
+
+It imports models and statistics. Read `capture/observe.py`, which observes a model, then `data/profile.py`.
+"""
 
 from qkv.profiler.analyses.ablation import Ablation, ablation
 from qkv.profiler.analyses.eviction import Eviction, eviction, needle

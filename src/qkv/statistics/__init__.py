@@ -3,6 +3,8 @@
 `measure` returns the common ones. Each statistic is an object with a name, a unit and a definition; users can write
 their own by inheriting from `Statistic`.
 
+It imports the engine and the kernels. Read `base.py`, then `measure.py`.
+
 >>> BUILT_IN["entropy"].unit, BUILT_IN["received"].over
 ('nats', 'key')
 """

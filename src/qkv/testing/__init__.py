@@ -5,6 +5,8 @@ scikit-learn's ``check_estimator`` does. Each function returns None, or raises `
 message names the class, the method, the place, the expected result and the actual one. The checks are deterministic.
 They require only torch. `qkv_lab.testing` of the distribution qkv-lab checks tasks and experiments.
 
+It imports definitions and attention. Read `parts.py` first.
+
 >>> from qkv.masks import Mask
 >>> class Even(Mask):
 ...     def sees(self, b, h, q, k, grid):

@@ -2,6 +2,8 @@
 
 `AttentionCallback` is for transformers' `Trainer`, `LightningAttentionCallback` for Lightning, and `Tracker` for a
 training loop of your own. ``log=wandb.log``, or any function of your own, sends the numbers anywhere.
+
+It imports runs. Read `tracker.py` first.
 """
 
 from qkv._lazy import lazy

@@ -1,1 +1,4 @@
-"""Analyses of a model: attention rollout, over-mixing, eviction and interventions."""
+"""Analyses of a model: attention rollout, over-mixing, eviction and interventions.
+
+It imports capture, editing and data. Read `ablation.py` first.
+"""

@@ -1,1 +1,4 @@
-"""The data of a profile: variables, tables, head types, sinks, and files."""
+"""The data of a profile: variables, tables, head types, sinks, and files.
+
+It imports statistics alone, and knows neither models nor pictures. Read `variables.py`, then `profile.py`.
+"""

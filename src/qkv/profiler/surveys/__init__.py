@@ -1,1 +1,4 @@
-"""Survey a model's attention over a corpus, in shards whose statistics merge exactly."""
+"""Survey a model's attention over a corpus, in shards whose statistics merge exactly.
+
+It imports capture and data. Read `survey.py`, then `surveyor.py`.
+"""
