@@ -14,7 +14,17 @@ pytest.importorskip("triton", reason="Triton is not installed")
 SHARED = 99 * 1024  # which a program may have on every card since Ampere
 CODE = """
 import dataclasses, json, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
 from benchmarks import gpu_static
+from qkv.kernels.fused_sink import merge_sink
+for ones in ((), range(3, 15)):
+    names = [p.name for p in merge_sink.params]
+    constants = {15: 16, 16: 128} | dict.fromkeys(ones, 1)
+    types = dict(zip(names, ["*bf16", "*fp32", "*fp32", *["i32"] * 12, "constexpr", "constexpr"], strict=True))
+    types |= {names[n]: "constexpr" for n in ones}
+    source = ASTSource(merge_sink, types, {(n,): x for n, x in constants.items()})
+    compile(source, target=GPUTarget("cuda", 90, 32))
 cases = json.load(sys.stdin)
 made = {title: gpu_static.compiled(name, options) for title, (name, options) in cases.items()}
 found = {title: dataclasses.asdict(x) | {"additions": sorted(x.additions)} for title, x in made.items()}
