@@ -79,7 +79,7 @@ def test_next_steps_of_findings_run_as_commands_and_in_python(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = "def add(a, b):\n    return a + b\n" * 2
+    text = "def add(a, b):\n    return a + b\n" * 4
     command.succeeds("profile", "qkv-mini", text, "--out", "found")
     steps = {step.command for one in qkv.Profile.load("found/profile.qkv.zip").findings() for step in one.steps}
     assert {shlex.split(step)[1] for step in steps} == {"map", "ablate", "evict"}
