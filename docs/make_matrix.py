@@ -27,6 +27,7 @@ MASKS: dict[str, Any] = {
     "`Strided(step)`": masks.Strided(2),
     "`Dilated(w, step)`": masks.Dilated(2, 2),
     "`RandomKeys(r)`": masks.RandomKeys(2),
+    "`TopKeys(index_scores, k)`": masks.TopKeys(torch.zeros(N, N), 3),
     "`longformer(w, tokens)`": masks.longformer(2),
     "`bigbird(block)`": masks.bigbird(1, 1),
     "`Blockwise(mask, size)`": masks.Blockwise(masks.Causal(), 2),

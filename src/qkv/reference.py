@@ -270,6 +270,9 @@ def _is_visible(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys
         case masks.Dense(tensor):  # the entry of query i and key j
             where = tuple(x if size > 1 else 0 for x, size in zip((b, h, i, j), tensor.shape, strict=True))
             return bool(tensor[where])
+        case masks.TopKeys():  # the keys, or blocks of keys, that were selected by scores of their own
+            selected = mask.selected[b if len(mask.selected) > 1 else 0]
+            return j // mask.block in selected[h if len(selected) > 1 else 0, i].tolist()
         case masks.Predicate(function):  # the function of position p and key j
             import torch
 
@@ -430,7 +433,7 @@ def first_undefined(*parts: Any) -> str | None:
     return None
 
 
-DEFINED = ("qkv.scores", "qkv.biases", "qkv.masks.base", "qkv.masks.built_in", "qkv.normalizers")
+DEFINED = ("qkv.scores", "qkv.biases", "qkv.masks.base", "qkv.masks.built_in", "qkv.masks.top_keys", "qkv.normalizers")
 """The modules whose classes the specification defines."""
 
 

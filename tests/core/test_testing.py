@@ -274,6 +274,7 @@ SOUND: list[tuple[Any, dict[str, Any]]] = [
     (masks.Window(3, ahead=2), {"sizes": TURNED}),
     (masks.Padding([4, 6], "left") & masks.Causal(), {"sizes": TURNED}),
     (masks.RandomKeys(3, seed=1), {"sizes": SMALL}),
+    (masks.TopKeys(rand(2, 1, NQ, 5), 2, among=masks.Causal(), block=4, n_keys=NK), {"sizes": SMALL}),
     (masks.Document([[0, 0, 0, 1, 1, -1, 1, 2, 2] * 2, [0, 1, 1, 1, 1, 2, 2, -1, -1] * 2]), {"sizes": SMALL}),
     (~masks.Prefix(NK), {"sizes": SMALL}),
     (biases.TensorBias(learned(H, NQ, NK)), {"sizes": SMALL}),

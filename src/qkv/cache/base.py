@@ -336,12 +336,12 @@ class Full(Cache):
             )
 
     def _attend(self, step: Step) -> Tensor:
-        keys, values = self._buffers["keys"], self._buffers["values"]
+        keys = self._buffers["keys"]
         start, n = self.seen, step.k.shape[2]
         self._stop = stop = start + n
         q, k = step.rotated(start)
         keys.narrow(2, start, n).copy_(k)
-        values.narrow(2, start, n).copy_(step.v)
+        values = self._values(step)
         if step.log_f is not None:
             if start and "log_f" not in self._buffers:
                 raise InputError("Full: log_f was passed, but not with the tokens before, expected it in every call")
@@ -357,7 +357,46 @@ class Full(Cache):
             whole = step.mask
         elif step.mask is not None:
             whole = step.own & step.mask
-        return step.attend(whole, q, keys.narrow(2, 0, stop), values.narrow(2, 0, stop))
+        return step.attend(whole, q, keys.narrow(2, 0, stop), values)
+
+    def _values(self, step: Step) -> Tensor:
+        """Store the values of the new tokens, and return those of all."""
+        values = self._buffers["values"]
+        values.narrow(2, self.seen, step.v.shape[2]).copy_(step.v)
+        return values.narrow(2, 0, self._stop)
+
+
+class Latent(Full):
+    """`Full` for values that are the last entries of the keys, which it stores once: the latents of
+    `qkv.nn.LatentAttention` (DeepSeek-AI 2024, arXiv:2405.04434, §2.1).
+
+    A rotary embedding may turn the entries before them.
+
+    >>> cache = Latent(64)
+    >>> q, k = torch.randn(1, 4, 10, 24), torch.randn(1, 1, 10, 24)
+    >>> import qkv
+    >>> causal = qkv.Attention(mask=qkv.masks.Causal())
+    >>> cache.attend(causal, q, k, k[..., 8:], rotary=Rotary(8)).shape, cache.nbytes // 256  # numbers for each token
+    (torch.Size([1, 4, 10, 16]), 24)
+    """
+
+    def _check(self, step: Step) -> None:
+        super()._check(step)
+        before = step.k.shape[3] - step.v.shape[3]
+        if before < 0 or not torch.equal(step.v, step.k[..., before:]):
+            raise InputError(
+                f"v is not the last {step.v.shape[3]} entries of k, which Latent stores; use the cache Full"
+            )
+        if step.rotary is not None and step.rotary.dim > before:
+            raise InputError(
+                f"rotary turns {step.rotary.dim} entries, expected at most the {before} before those that are values"
+            )
+
+    def _allocate(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._buffers = {"keys": _rows(k, self._most)}
+
+    def _values(self, step: Step) -> Tensor:
+        return self._buffers["keys"].narrow(2, 0, self._stop)[..., -step.v.shape[3] :]
 
 
 class Sliding(RecentKeysCache):

@@ -28,6 +28,7 @@ from qkv.masks.built_in import (
     longformer,
 )
 from qkv.masks.convert import from_flex, from_multihead, from_sdpa, mask_mod, to_flex, to_multihead, to_sdpa
+from qkv.masks.top_keys import TopKeys
 
 __all__ = [
     "EMPTY",
@@ -52,6 +53,7 @@ __all__ = [
     "Shifted",
     "Strided",
     "Tiles",
+    "TopKeys",
     "Window",
     "bigbird",
     "from_flex",

@@ -8,12 +8,16 @@ from __future__ import annotations
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.nn.block import FeedForward, SinkToken, TransformerBlock
 from qkv.nn.convert import from_torch, to_torch
+from qkv.nn.differential import DifferentialAttention
+from qkv.nn.latent import LatentAttention
 from qkv.nn.multi_head import Composition, LinearAttention, LinformerAttention, MultiHeadAttention
 
 __all__ = [
     "AdditiveAttention",
     "Composition",
+    "DifferentialAttention",
     "FeedForward",
+    "LatentAttention",
     "LinearAttention",
     "LinformerAttention",
     "LuongAttention",

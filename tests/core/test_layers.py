@@ -1,0 +1,157 @@
+"""Layers since 2024 against the formulas of their papers, peers and caches: latent and differential attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import close, rand, refused
+from qkv import Attention, measure
+from qkv.cache import Full, Latent, Sliding
+from qkv.masks import Causal, TopKeys
+from qkv.nn import DifferentialAttention, LatentAttention
+from qkv.positions import Rotary
+from qkv.scores import Cosine
+
+CAUSAL = Attention(mask=Causal())
+
+
+def latent_layer(**changes: Any) -> LatentAttention:
+    torch.manual_seed(0)
+    sizes = {"latent": 9, "head_dim": (6, 5), "rotary": Rotary(4, interleaved=True), "attention": CAUSAL} | changes
+    return LatentAttention(20, 3, **sizes).double()
+
+
+def test_latent_attention_differs_from_its_formula_or_its_two_forms_differ() -> None:
+    layer, x = latent_layer(), rand(2, 7, 20).requires_grad_()
+    latent, turned = layer.kv_a_proj_with_mqa(x).split((9, 4), -1)
+    latent = latent / (latent.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.kv_a_layernorm.weight
+    up = layer.kv_b_proj(latent).unflatten(-1, (3, 11))
+    rotate = layer.rotary
+    q = layer.q_proj(x).unflatten(-1, (3, 10))
+    scores = torch.einsum("bihd,bjhd->bhij", q[..., :6], up[..., :6])
+    at = torch.arange(7)
+    turned_q, turned_k = rotate(q[..., 6:].transpose(1, 2), at), rotate(turned[:, None], at)
+    scores = (scores + turned_q @ turned_k.mT) / 10**0.5
+    weights = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf).softmax(-1)
+    want = layer.o_proj(torch.einsum("bhij,bjhd->bihd", weights, up[..., 6:]).flatten(2))
+    slope = rand(*want.shape, seed=3)
+    for absorbed in (False, True):
+        out, found = layer(x, absorbed=absorbed, return_weights=True)
+        close(out, want, eps=256)
+        close(found, weights, eps=256)
+        tensors = [x, *layer.parameters()]
+        got, expected = (torch.autograd.grad((y * slope).sum(), tensors, retain_graph=True) for y in (out, want))
+        for a, b in zip(got, expected, strict=True):
+            close(a, b, eps=4096)
+
+
+def test_latent_attention_is_that_of_deepseek_in_hugging_face() -> None:
+    pytest.importorskip("transformers", reason="the peer is transformers' DeepSeek-V3")
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+
+    layer, x = latent_layer(q_latent=8), rand(1, 12, 20)
+    config = deepseek.DeepseekV3Config(
+        hidden_size=20, num_attention_heads=3, num_key_value_heads=3, q_lora_rank=8, kv_lora_rank=9, qk_rope_head_dim=4,
+        qk_nope_head_dim=6, v_head_dim=5, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    peer = deepseek.DeepseekV3Attention(config, 0).double()
+    peer.load_state_dict(layer.state_dict())
+    tables = deepseek.DeepseekV3RotaryEmbedding(config)(x, torch.arange(12)[None])  # in float32
+    mask = torch.full((12, 12), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    torch.testing.assert_close(layer(x), peer(x, tables, mask)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_caches_change_latent_and_differential_attention(chunk: int) -> None:
+    x, rotary = rand(2, 12, 20), Rotary(2)
+    layers = [latent_layer(), DifferentialAttention(20, 2, layer=3, attention=CAUSAL, rotary=rotary).double()]
+    for layer, cache in (
+        (layers[0], Latent(12)),
+        (layers[0], Full(12)),
+        (layers[0], Sliding(12)),
+        (layers[1], Full(12)),
+    ):
+        with torch.no_grad():
+            steps = [layer(part, cache=cache) for part in x.split(chunk, 1)]
+        close(torch.cat(steps, 1), layer(x), eps=1024)
+    cache = Latent(12)
+    with torch.no_grad():
+        layers[0](x, cache=cache)
+    assert cache.nbytes == 2 * 12 * (9 + 4) * 8
+
+
+def test_a_latent_cache_rejects_values_that_are_not_the_end_of_the_keys() -> None:
+    q = rand(1, 2, 3, 6)
+    with refused("v"):
+        Latent(3).attend(CAUSAL, q, rand(1, 1, 3, 6), rand(1, 1, 3, 4, seed=1))
+
+
+def test_differential_attention_differs_from_its_formula() -> None:
+    torch.manual_seed(0)
+    layer, x = DifferentialAttention(24, 3, layer=2, attention=CAUSAL).double(), rand(2, 7, 24)
+    q, k = (part(x).view(2, 7, 3, 2, 4) for part in (layer.q_proj, layer.k_proj))
+    scores = torch.einsum("bihmd,bjhmd->bhmij", q, k) / 2
+    maps = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf).softmax(-1)
+    q1, k1, q2, k2 = layer.lambdas
+    initial = 0.8 - 0.6 * torch.exp(torch.tensor(-0.6, dtype=torch.float64))
+    weights = maps[:, :, 0] - (torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + initial) * maps[:, :, 1]
+    heads = torch.einsum("bhij,bjhd->bihd", weights, layer.v_proj(x).view(2, 7, 3, 8))
+    heads = layer.norm.weight * heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (1 - initial)
+    want = layer.o_proj(heads.flatten(2))
+    out, found = layer(x, return_weights=True)
+    close(out, want, eps=1024)
+    close(found, weights, eps=256)
+    assert bool((found < 0).any())
+    slope = rand(*want.shape, seed=3)
+    for a, b in zip(
+        *(torch.autograd.grad((y * slope).sum(), list(layer.parameters())) for y in (out, want)), strict=True
+    ):
+        close(a, b, eps=8192)
+
+
+def test_layers_refuse_sizes_scores_and_results_that_do_not_fit() -> None:
+    with refused("attention"):
+        latent_layer(attention=Attention(score=Cosine()))
+    with refused("d_model"):
+        DifferentialAttention(20, 3)
+    for layer in (latent_layer(), DifferentialAttention(20, 2)):
+        with refused("x"):
+            layer(rand(1, 3, 8))
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_selected_keys_are_not_the_largest_or_rows_at_a_time_select_others(block: int) -> None:
+    scores = rand(2, 3, 150, -(-160 // block))
+    mask = TopKeys(scores, 5, among=Causal(), block=block, n_keys=160)
+    at_a_time = TopKeys(lambda rows: scores[:, :, rows], 5, among=Causal(), block=block, n_queries=150, n_keys=160)
+    assert torch.equal(mask.selected, at_a_time.selected)
+    keys, queries = torch.arange(scores.shape[3]) * block, torch.arange(150)[:, None] + 10
+    visible: Tensor = scores.masked_fill(keys > queries, -torch.inf)
+    least = visible.topk(5).values[..., -1:]
+    want = ((visible >= least) & (visible > -torch.inf)).repeat_interleave(block, 3)[..., :160]
+    assert torch.equal(mask.dense(150, 160, batch=2, heads=3), want)
+
+
+def test_the_mass_lost_by_a_selection_differs_from_the_weights_outside_of_it() -> None:
+    q, k = rand(1, 2, 40, 6), rand(1, 2, 40, 6, seed=1)
+    mask = TopKeys(q @ k.mT, 4, among=Causal())
+    weights = (q @ k.mT / 6**0.5).masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(-1)
+    kept = measure(q, k, mask=Causal(), mass={"kept": mask}).mass["kept"]
+    close(1 - kept, weights.masked_fill(mask.dense(40, 40, heads=2), 0).sum(-1), eps=1024)
+
+
+def test_top_keys_refuse_scores_and_sizes_that_do_not_fit() -> None:
+    for wrong in (torch.ones(3, 3, dtype=torch.bool), torch.ones(3), lambda rows: torch.ones(1, 3)):
+        with refused("index_scores"):
+            TopKeys(wrong, 2, n_queries=3)
+    with refused("n_keys"):
+        TopKeys(torch.ones(3, 3), 2, block=2, n_keys=9)
+    with refused("k"):
+        TopKeys(torch.ones(3, 3), 0)
+    with refused("index_scores"):
+        TopKeys(torch.ones(3, 3), 2).dense(3, 4)
