@@ -24,6 +24,7 @@ import make_screenshots
 import make_tables
 import matplotlib.pyplot as plt
 import model_speed
+import torch
 import trained_models
 from make_screenshots import small
 
@@ -190,6 +191,37 @@ def minilm() -> None:
     (DOCS / "minilm.md").write_text("\n".join(lines) + "\n")
 
 
+def patches() -> None:
+    """docs/figures/image.png: a head of a vision transformer, set by hand: it looks for red, its sink is a corner."""
+    from PIL import Image, ImageDraw
+    from transformers import ViTConfig, ViTModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    picture = Image.new("RGB", (520, 300), "#9fc4e0")
+    draw = ImageDraw.Draw(picture)
+    draw.rectangle([0, 205, 520, 300], fill="#6f9a4e")
+    draw.ellipse([390, 30, 450, 90], fill="#f6d04d")
+    draw.rectangle([150, 130, 260, 240], fill="#b5523b")
+    draw.polygon([(135, 130), (205, 65), (275, 130)], fill="#6b3a2a")
+    draw.rectangle([195, 182, 222, 240], fill="#f0e6d2")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = ViTModel(ViTConfig(image_size=224, patch_size=16, **sizes)).eval()
+    for weight in model.parameters():
+        torch.nn.init.zeros_(weight)
+    torch.nn.init.ones_(model.layers[0].layernorm_before.weight)
+    embed = model.embeddings.patch_embeddings.projection
+    red = torch.tensor([1.0, -1.0, 0.0])[:, None, None] / 16**2  # red less green, mean of the patch
+    embed.weight.data[0], embed.weight.data[1] = red, -red
+    embed.bias.data[2:4] = torch.tensor([2.0, -2.0])  # the norm before the head keeps how red a patch is, then
+    model.embeddings.position_embeddings.data[0, 1, 4] = 6.0  # the patch in the corner
+    attention = model.layers[0].attention
+    attention.q_proj.bias.data[0] = 8.0
+    attention.k_proj.weight.data[0, 0], attention.k_proj.weight.data[0, 4] = 1.2, 1.05
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 256}, crop_size={"height": 224, "width": 224})
+    profile = qkv.profile(model, dict(processor(picture, return_tensors="pt")), tokenizer=processor, progress=False)
+    save_figure(profile.plot.image(picture, [0], layer=0, head=0), DOCS / "figures" / "image.png")
+
+
 def memory_of_server() -> None:
     """The figure of the memory of the server under load."""
     found = json.loads((RESULTS / "server_load.json").read_text())
@@ -219,6 +251,7 @@ if __name__ == "__main__":
     make_layout.main()
     (DOCS / "coverage.md").write_text(make_coverage.page(make_coverage.every_row()))
     sinks()
+    patches()
     minilm()
     trained_models.figures(DOCS / "figures")
     folder = DOCS.parent / "src" / "qkv" / "models" / "trained"

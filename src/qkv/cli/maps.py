@@ -31,6 +31,7 @@ def head_map(
     cols: Annotated[str, tyro.conf.arg(metavar="A:B")] = ":",
     pool: Literal["max", "mean", "both"] = "both",
     size: Annotated[int, tyro.conf.arg(metavar="N")] = 1024,
+    image: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
     target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
     group: Annotated[str | None, tyro.conf.arg(metavar="KIND", help_behavior_hint="")] = None,
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("map.png"),
@@ -62,12 +63,14 @@ def head_map(
         cols: Keys to draw, in the same form.
         pool: Draw the maximum of each bin, its mean, or both side by side.
         size: Largest number of pixels per side.
+        image: Read this image before the text, with a model that reads images; its patches have names.
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
         group: For a model with several kinds of attention: encoder, decoder or cross; by default the decoder's.
         out: Name of the PNG file.
         data: Also write the numbers to a file of the same name that ends in .npz: the arrays maximum, mean, visible
             (the share of unmasked pairs in each bin), row_edges and column_edges (the edges of the bins).
     """
+    from qkv.models import loading
     from qkv.plot.layout import save_figure
     from qkv.plot.map import map_figure, sentence
     from qkv.profiler.explore import attention_map as maps
@@ -79,8 +82,10 @@ def head_map(
     if out.suffix.lower() != ".png" or out.is_dir():
         raise InputError(f"--out is {out}, expected a file name that ends in .png")
     passage = given.passage()
+    with renamed(image="--image"):
+        picture = None if image is None else loading.read_image(image)
     with folder(out.parent):
-        loaded, inputs = given.load(passage)
+        loaded, inputs = given.load(passage, image=picture)
         target = given.target_of(passage, target)
         options = {"layers": "--layer", "head": "--head", "group": "--group", "target": "--target"}
         with renamed(**options), spinner(f"running {loaded.name}"):

@@ -98,6 +98,7 @@ def profile(
     given: Annotated[Input, tyro.conf.arg(name="")] = INPUT,
     *,
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None,
+    image: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
     target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
     layers: Annotated[str | None, tyro.conf.arg(metavar="0,3,8-11", help_behavior_hint="")] = None,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-profile"),
@@ -128,6 +129,8 @@ def profile(
 
     qkv profile ./my-model --file book.txt         (a model in a folder, and your own text)
 
+    qkv profile ./my-vlm "What is this?" --image cat.png   (a vision-language model, and an image)
+
     qkv profile random-gpt2 --tokens 32768         (time and memory of a long context)
 
     qkv profile ./tuned --against ./base           (compare two models, head by head)
@@ -138,6 +141,7 @@ def profile(
         given: Model and text.
         preset: Run on this bundled text: a sentence of a course (fox, car, cat or pronoun: "The animal didn't cross the
             street because it was too tired."), lighthouse (a passage of about 200 tokens) or logbook (a short program).
+        image: Read this image before the text, with a model that reads images; the report shows where it looks.
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
         layers: Attention layers to measure, counted from 0; all by default.
         out: Folder for the results. It is created if it does not exist.
@@ -171,6 +175,8 @@ def profile(
         with renamed(preset="--preset"):
             given = replace(given, text=corpora.preset(preset))
     passage = given.passage()
+    with renamed(image="--image"):
+        picture = None if image is None else loading.read_image(image)
 
     def profiled(loaded: loading.Loaded, inputs: Any) -> Profile:
         made = run.profile(
@@ -191,16 +197,19 @@ def profile(
     laps = Laps()
     with folder(out):
         with laps("loading"):
-            loaded, inputs = given.load(passage)
+            loaded, inputs = given.load(passage, image=picture)
             target = given.target_of(passage, target)
         with laps("measuring"):
             result = profiled(loaded, inputs).rounded()  # all that is printed and drawn is that of the saved file
-        result.attrs["arguments"] = given.arguments(passage, out, target)
+        arguments = given.arguments(passage, out, target)
+        result.attrs["arguments"] = (
+            arguments if arguments is None or image is None else arguments | {"image": str(image)}
+        )
         comparison = None
         if against is not None or against_dtype is not None:
             with laps("comparing"):
                 reference = replace(given, dtype=against_dtype or given.dtype)
-                comparison = (other or profiled(*reference.load(passage, model=against))).compare(result)
+                comparison = (other or profiled(*reference.load(passage, model=against, image=picture))).compare(result)
         mixed = [] if perturb is None else write_mixing(loaded, inputs, perturb, out)
         _show(result)
         if comparison is not None:
@@ -210,7 +219,7 @@ def profile(
             if comparison is not None:
                 files += write_comparison(comparison, out)
         with laps("writing"):
-            _write(result, comparison, out, [*files, *mixed])
+            _write(result, comparison, picture, out, [*files, *mixed])
         print_line("Time", str(laps))
 
 
@@ -228,11 +237,13 @@ def _figures(result: Profile, out: Path) -> list[Path]:
     return made
 
 
-def _write(result: Profile, comparison: Comparison | None, out: Path, files: list[Path]) -> None:
+def _write(result: Profile, comparison: Comparison | None, picture: Any, out: Path, files: list[Path]) -> None:
+    from qkv.report.html import write_report
+
     with spinner("writing the report"):
         data = result.save(out / PROFILE)
         heads = result.export(out / "heads.csv")
-        report = (comparison or result).report(out / "report.html")
+        report = write_report(result, out / "report.html", comparison, picture)
     print_line("Report", report, main=True)
     print_files([data, heads, *files])
 

@@ -187,10 +187,12 @@ class Input:
             corpora.default_text(self.model) if self.tokens is None else corpora.library_text(16 * self.tokens + 1024)
         )
 
-    def load(self, passage: str, *, model: str | None = None, head: bool | None = False) -> tuple[Loaded, Any]:
+    def load(
+        self, passage: str, *, model: str | None = None, head: bool | None = False, image: Any = None
+    ) -> tuple[Loaded, Any]:
         """Load the model, or another one, and return it with its inputs.
 
-        These are the passage, its first `tokens` tokens, or the tokens of the chat.
+        These are the passage, its first `tokens` tokens, the tokens of the chat, or those of the passage and an image.
         """
         from qkv.models import loading
         from qkv.profiler.capture.inputs import BEYOND
@@ -199,9 +201,14 @@ class Input:
         name = self.model if model is None else model
         if self.chat is not None and self.tokens is not None:
             raise InputError("--chat and --tokens are both given, expected one of them")
-        with spinner(f"loading {name}"):
+        if image is not None and self.tokens is not None:
+            raise InputError("--image and --tokens are both given, expected one of them")
+        with spinner(f"loading {name}"), renamed(image="--image"):
+            read = None if image is None else loading.image_inputs(name, passage, image)
             loaded = loading.load_model(name, dtype=self.dtype, tokens=self.tokens or len(passage.encode()), head=head)
         loaded.model.to(device_named(self.device))
+        if read is not None:
+            return replace(loaded, tokenizer=read[0]), read[1]
         has_text = self.text is not None or self.file is not None
         if loaded.sample is not None and not (has_text and callable(loaded.tokenizer)):
             for option, value in {"text": self.text, "--file": self.file, "--chat": self.chat}.items():

@@ -333,6 +333,43 @@ def chat_tokens(tokenizer: Any, question: str) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in ("input_ids", "attention_mask")}
 
 
+def read_image(file: str | Path) -> Any:
+    """The RGB image of Pillow in a file."""
+    require("image", "PIL")
+    from PIL import Image
+
+    with refusing(f"image: cannot read {file} ({{}})"), Image.open(file) as image:
+        return image.convert("RGB")
+
+
+def image_inputs(name: str, text: str, image: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The processor of a Hugging Face model that reads images, and what the model's forward gets of a text and image.
+
+    The text is a question to an assistant if the processor has a chat template; else it follows the image. An encoder
+    of images reads the image alone.
+    """
+    from transformers import AutoProcessor
+
+    local = Path(name).is_dir()
+    if name in (*BUILT_IN, "qkv-mini") or gguf_files.find(name) is not None or (local and _is_qkv(Path(name))):
+        raise InputError(f"image is given, but {name} reads no images; expected a vision-language model")
+    options = UNTRUSTING | {"local_files_only": not local and _only_cached(name, ())}
+    with refusing(f"image: cannot load the processor of {name!r} ({{}})"):
+        processor: Any = AutoProcessor.from_pretrained(name, **options)
+    if not hasattr(processor, "image_processor"):
+        if not hasattr(processor, "preprocess"):
+            raise InputError(f"image is given, but {name} reads no images; expected a vision-language model")
+        return processor, dict(processor(image, return_tensors="pt"))
+    if getattr(processor, "chat_template", None):
+        asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+        with refusing("image: the chat template of this model fails ({})"):
+            text = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    else:
+        text = f"{processor.image_token}\n{text}"
+    with refusing(f"image: the processor of {name!r} fails ({{}})"):
+        return processor, dict(processor(images=[image], text=[text], return_tensors="pt"))
+
+
 def _check_size(build: Callable[[], nn.Module], tensors_in_file: int, stored: int) -> None:
     """Raise `SizeError` for the configuration of a model that is too large; other errors come when it is loaded."""
     try:

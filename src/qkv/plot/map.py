@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
 
 from qkv.errors import InputError
 from qkv.plot.layout import (
@@ -20,6 +21,7 @@ from qkv.plot.layout import (
     HAIRLINE,
     INK,
     MUTED,
+    WARM,
     colour_bar,
     heat,
     hundredths,
@@ -212,6 +214,7 @@ class StoredMap:
         return Picture(*(torch.from_numpy(np.array(x)) for x in parts))
 
 
+ALL_TOKENS = "all tokens"  # the name of the mean over all rows, which may add up to more than 1
 MOST_OVERLAYS, ACROSS = 35, 6  # pictures in one figure, and in a row
 SHADE = LinearSegmentedColormap.from_list("shade", ((0, 0, 0, 0), (0, 0, 0, 0.78)))  # from the largest weight to none
 
@@ -229,23 +232,54 @@ def overlay_figure(
     cells = grid[0] * grid[1]
     if min(grid) < 1 or cells > weights.shape[1]:
         raise InputError(f"grid is {grid[0]} × {grid[1]}, expected at most the {weights.shape[1]} keys of the weights")
-    if len(weights) > MOST_OVERLAYS:
-        raise InputError(f"{len(weights)} queries are chosen, expected at most {MOST_OVERLAYS}")
-    picture, maps = checked(image), weights[:, weights.shape[1] - cells :].reshape(-1, *grid)
+    maps = weights[:, weights.shape[1] - cells :].reshape(-1, *grid)
+    return maps_figure(subtitle, of, image, maps, names, corners=corners)
+
+
+def maps_figure(
+    subtitle: str, of: str, image: np.ndarray, maps: np.ndarray, names: Sequence[str], *, corners: bool = False,
+    within: tuple[float, float, float, float] | None = None, sinks: np.ndarray | None = None,
+) -> Figure:  # fmt: skip
+    """The image, followed by a picture for each map (maps, down, across).
+
+    Args:
+        subtitle: the second line.
+        of: the head or heads.
+        image: (height, width, 3).
+        maps: weights of cells.
+        names: of the maps.
+        corners: as in `qkv.plot.overlay`.
+        within: top, left, height and width of the grid of cells, in pixels; the whole image if None.
+        sinks: (down, across), True at cells that are sinks: they are framed, and do not set the scale.
+    """
+    if len(maps) > MOST_OVERLAYS:
+        raise InputError(f"{len(maps)} queries are chosen, expected at most {MOST_OVERLAYS}")
+    picture = checked(image)
     across = min(ACROSS, len(maps) + 1)
     down = -(-(len(maps) + 1) // across)
     wide = 1.45 if len(maps) > 2 else 2.6
     tall = wide * picture.shape[0] / picture.shape[1]
     left, top, gap_x, gap_y = 0.3, 1.25, 0.2, 0.55
     width = max(left + across * (wide + gap_x) + 0.1, 7.2)
-    sentence = f"{of}: {_overlay_sentence(maps, names)}" if of else _overlay_sentence(maps, names)
+    shown = maps if sinks is None or sinks.all() else np.where(sinks, 0, maps)
+    sentence = _overlay_sentence(shown, names)
+    if within is not None:
+        most, apart = int(maps.sum((1, 2)).argmax()), "sinks apart " if sinks is not None and sinks.any() else ""
+        on_image, peak = percent(float(maps[most].sum())), percent(float(shown[most].max()))
+        name = token_label(names[most]).strip("“”")
+        puts = "mean over all tokens" if names == [ALL_TOKENS] else f"“{name}” puts {on_image} on the image"
+        sentence = f"{puts}, {apart}at most {peak} on a patch"
+    sentence = f"{of}: {sentence}" if of else sentence
     figure = titled(width, top + down * (tall + gap_y), sentence, subtitle)
     panels = [place(figure, left + n % across * (wide + gap_x), top + n // across * (tall + gap_y), wide, tall)
               for n in range(len(maps) + 1)]  # fmt: skip
     show_image(panels[0], picture, "the image")
-    for axes, one, name in zip(panels[1:], maps, names, strict=True):
-        show_image(axes, picture, token_label(name), one, corners=corners)
-        peak = f"{percent(float(one.max()))} on one of {cells:,} cells"
+    for axes, one, name, whole in zip(panels[1:], shown, names, maps, strict=True):
+        show_image(axes, picture, token_label(name), one, corners=corners, within=within, framed=sinks)
+        peak = f"{percent(float(one.max()))} on one of {one.size:,} cells"
+        if within is not None:
+            peak = f"at most {percent(float(one.max()))} on a patch"
+            peak = peak if names == [ALL_TOKENS] else f"{percent(float(whole.sum()))} on the image,\n{peak}"
         axes.set_xlabel(peak, fontsize=6.5, color=MUTED, labelpad=3, loc="left")
     return figure
 
@@ -264,21 +298,33 @@ def checked(image: np.ndarray) -> np.ndarray:
 
 
 def show_image(
-    axes: Axes, picture: np.ndarray, name: str, weights: np.ndarray | None = None, *, corners: bool = False
-) -> None:
-    """An image without ticks, with its name above it, dark where the weights (gh, gw) of its cells are small."""
+    axes: Axes, picture: np.ndarray, name: str, weights: np.ndarray | None = None, *, corners: bool = False,
+    within: tuple[float, float, float, float] | None = None, framed: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """An image without ticks, with its name above it, dark where the weights (gh, gw) of its cells are small.
+
+    The cells cover the part `within` it: top, left, height and width in pixels. Cells that are `framed` have a frame.
+    """
     axes.imshow(picture, aspect="auto", interpolation="nearest")
     if weights is not None:
         (height, width), (down, across) = picture.shape[:2], weights.shape
-        tall, wide = height / down, width / across
-        y, x = (-tall / 2, -wide / 2) if corners else (-0.5, -0.5)  # the upper left corner of the first cell
+        top, left, whole, broad = within or (0, 0, height, width)
+        tall, wide = whole / down, broad / across
+        y, x = (-tall / 2, -wide / 2) if corners else (top - 0.5, left - 0.5)  # the upper left corner of the first cell
         shade = np.pad(1 - weights / (weights.max() or 1), 1, mode="edge")  # a border, into which colours are continued
-        extent = (x - wide, x + width + wide, y + height + tall, y - tall)
-        axes.imshow(
+        extent = (x - wide, x + broad + wide, y + whole + tall, y - tall)
+        drawn = axes.imshow(
             shade, cmap=SHADE, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="bilinear",
             interpolation_stage="data",
         )  # fmt: skip
+        if within is not None:  # what the model does not see is pale
+            drawn.set_clip_path(Rectangle((x, y), broad, whole, transform=axes.transData))
+            rows, columns = np.arange(height) + 0.5 - top, np.arange(width) + 0.5 - left
+            seen = ((rows > 0) & (rows < whole))[:, None] & ((columns > 0) & (columns < broad))
+            axes.imshow(np.dstack([np.ones((*seen.shape, 3)), np.where(seen, 0, 0.75)]), aspect="auto")
         axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
+        for i, j in np.argwhere(framed) if framed is not None else ():
+            axes.add_patch(Rectangle((x + j * wide, y + i * tall), wide, tall, fill=False, ec=WARM, lw=1.2))
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_color(HAIRLINE)
     axes.set_title(name, loc="left", fontsize=8.5, color=INK, pad=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,9 +45,19 @@ from qkv.plot.layout import (
     titled,
     token_label,
 )
-from qkv.plot.map import AFTER, Stored, StoredMap, alignment_figure, map_figure, overlay_figure
+from qkv.plot.map import (
+    AFTER,
+    ALL_TOKENS,
+    Stored,
+    StoredMap,
+    alignment_figure,
+    map_figure,
+    maps_figure,
+    overlay_figure,
+)
 from qkv.plot.matrices import THUMBNAIL, Style, pooled, wall_of_heads
-from qkv.profiler.data import tables
+from qkv.profiler.capture.patches import window
+from qkv.profiler.data import images, tables
 from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.frames import columns_of, counted, layers_and_heads, percent, size_of, written
 from qkv.profiler.data.sinks import EPSILON, sink_table, sink_tokens, trend_by_head
@@ -275,9 +286,9 @@ class Plots:
         data = self._data(group, text)
         stored = StoredMap(self._name(), data.attrs["group"], data, self._indices(data, layer, head))
         if (picture := stored.picture()) is None:
-            longest = max(stored.n_queries, stored.n_keys)
+            longest = math.ceil(math.sqrt(stored.n_queries * stored.n_keys))
             raise InputError(
-                f"text: the profile holds no maps of text {text}, which has {longest} tokens; profile it with "
+                f"text: the profile holds no maps of text {text}, which has {stored.n_keys} keys; profile it with "
                 f"map_tokens={longest} or more to store them"
             )
         return map_figure(stored, picture)
@@ -355,6 +366,65 @@ class Plots:
         names = [queries[at] for at in chosen]
         return overlay_figure(subtitle, of, image, weights[chosen], grid, names, corners=corners)
 
+    def image(
+        self,
+        image: Any,
+        token: int | Sequence[int] | None = None,
+        *,
+        layer: int | None = None,
+        head: int | None = None,
+        number: int = 0,
+        thumbnail: bool = False,
+        text: int = 0,
+        group: str | None = None,
+    ) -> Figure:
+        """Attention over the patches of an image that the model read: one picture for each token.
+
+        Brightness is the share of the row, of the largest patch that is no sink. Patches that are sinks of these heads
+        (a mean share above 30 %) are framed, and do not set the scale.
+
+        Args:
+            image: the image as it was before the processor, (h, w, 3) or of Pillow; numbers from 0 to 1 or bytes.
+            token: position of a token, or several; negative ones count from the end: the last one, −1, chooses the
+                first token of the answer. By default the mean over all tokens that may attend to a patch.
+            layer: average the heads of this layer; all layers by default.
+            head: one head of the layer.
+            number: which image, counted from 0, if the model read several.
+            thumbnail: the small whole image that some models read beside tiles.
+            text: index of the profile's input.
+            group: the kind of attention; the one whose keys are patches by default.
+
+        Raises:
+            InputError: if no keys are patches, their places are not known, or the profile does not keep the weights of
+                the token.
+        """
+        group = images.group_of(self._profile.groups, self._profile.attrs, group)
+        data = self._data(group, text)
+        seen = self._profile.attrs["images"][group]
+        if seen is None:
+            raise InputError(
+                "profile: how the image was cut is not known; pass tokenizer=processor to qkv.profile, with the "
+                "processor of the model"
+            )
+        picture = np.asarray(image.detach().cpu() if hasattr(image, "detach") else image)
+        grid = images.grid_of(data, number, thumbnail=thumbnail)
+        of, heads = self._heads_named(data, layer, head)
+        tokens = [token] if token is None or isinstance(token, int) else list(token)
+        n, names = int(data["n_queries"][0]), data["query_token"].values[0]
+        titles = [ALL_TOKENS if at is None else f"{names[at % n]}" for at in tokens]
+        maps = np.stack([images.weights_on(data, grid, at)[heads].mean((0, 1)) for at in tokens])
+        sinks = images.weights_on(data, grid, None)[heads].mean((0, 1)) > EPSILON
+        if picture.ndim < 2 or 0 in picture.shape:
+            raise InputError(f"image has shape {picture.shape}, expected (height, width, 3)")
+        top, left, tall, wide = window(seen, *picture.shape[:2])
+        edges = grid.edges
+        within = (
+            top + edges[0] * tall, left + edges[1] * wide, (edges[2] - edges[0]) * tall, (edges[3] - edges[1]) * wide
+        )  # fmt: skip
+        note = f" · {int(sinks.sum())} framed: sinks" if sinks.any() else ""
+        subtitle = f"{self._subtitle(data)} · brightness is the weight{note}"
+        return maps_figure(subtitle, of, picture, maps, titles, within=within, sinks=sinks)
+
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _head_maps(self, data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> Figure:
@@ -392,6 +462,18 @@ class Plots:
     def _indices(self, data: xr.Dataset, layer: int, head: int) -> tuple[int, int]:
         """The indices of a layer and a head, given their ids."""
         return index_of("layer", layer, data["layer"].values), index_of("head", head, data["head"].values)
+
+    def _heads_named(self, data: xr.Dataset, layer: int | None, head: int | None) -> tuple[str, Any]:
+        """The heads of a layer, one of them, or all, in words and as an index of (layer, head)."""
+        if layer is None and head is not None and data.sizes["layer"] > 1:
+            raise InputError(f"head is {head} but layer is None, expected the layer of the head")
+        if layer is None and head is None:
+            return f"Mean of {data.sizes['layer'] * data.sizes['head']} heads", (slice(None), slice(None))
+        at = index_of("layer", layer, data["layer"].values)
+        if head is None:
+            return f"Layer {layer}, mean of {data.sizes['head']} heads", (slice(at, at + 1), slice(None))
+        number = index_of("head", head, data["head"].values)
+        return f"Layer {data['layer'].values[at]}, head {head}", (slice(at, at + 1), slice(number, number + 1))
 
     def _data(self, group: str | None, text: int | None) -> xr.Dataset:
         return self._profile.one_text(text, group).assign_attrs(group=group or self._profile.main)

@@ -28,24 +28,28 @@ IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
 UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-def write_report(profile: ProfileData, path: str | os.PathLike[str], comparison: Comparison | None = None) -> Path:
-    """Write `profile` as one self-contained HTML page, and return its path; it begins with a `comparison`, if given.
+def write_report(
+    profile: ProfileData, path: str | os.PathLike[str], comparison: Comparison | None = None, image: Any = None
+) -> Path:
+    """Write `profile` as one self-contained HTML page, and return its path.
 
+    It begins with a `comparison`, and with where the model looks in the `image` that it read, if they are given.
     The page holds the numbers of every head as `Profile.heads` returns them (to six digits), curves along the text in
     16 bits (binned for long texts), and dense maps, if stored, in steps of 1/255. Tokens are embedded as data, never as
     markup; a content security policy allows only the script of the page to run.
     """
     target = Path(path)
-    write_atomically(target, render(profile, comparison).encode("utf-8", "replace"))
+    write_atomically(target, render(profile, comparison, image).encode("utf-8", "replace"))
     return target
 
 
-def render(profile: ProfileData, comparison: Comparison | None = None) -> str:
+def render(profile: ProfileData, comparison: Comparison | None = None, image: Any = None) -> str:
     """The page as a string."""
     page, blobs = payload(profile)
     title = f"{profile.attrs.get('model', 'Model')} · attention profile"
     kept = "\n".join(f'<script type="text/plain" id="{name}">{blob}</script>' for name, blob in blobs.items())
     parts = [] if comparison is None else [_compared(comparison)]
+    parts += [] if image is None else [_looked_at(profile, image)]
     if any(profile.attrs.get("differential", {}).values()):
         parts.append(_differential(profile))
     return _page("report", STYLES, title, page, pictures="".join(parts), blobs=kept)
@@ -121,6 +125,23 @@ def _compared(comparison: Comparison) -> str:
         found = (draw(comparison, group) for draw in drawn)
         parts += [_picture(figure, said[0]) for figure in found if figure is not None]
     return _section("compared", f"What changed: {' → '.join(names)}", parts)
+
+
+def _looked_at(profile: ProfileData, image: Any) -> str:
+    """Where the model looks in an image: all its tokens, and the last one in all heads and in the most telling one."""
+    from qkv.plot.of_profile import Plots
+
+    shares, plots = profile.image_shares(), Plots(profile)
+    best = shares.iloc[int(shares["image"].to_numpy().argmax())]
+    drawn = {
+        "Mean over all tokens and heads": plots.image(image),
+        "The last token, mean of all heads": plots.image(image, -1),
+        "The last token, in the head with most weight on patches that are no sinks": plots.image(
+            image, -1, layer=int(best["layer"]), head=int(best["head"])
+        ),
+    }
+    parts = [f"<h3>{said}</h3>{_picture(figure, said)}" for said, figure in drawn.items()]
+    return _section("looked-at", "Where it looks in the image", parts)
 
 
 def asset(name: str) -> str:

@@ -49,11 +49,14 @@ class Profile(ProfileData):
         """Differences to `other`, a profile of the same heads and tokens: see `qkv.profiler.comparison.compare`."""
         return compare(self, other)
 
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write the profile as one HTML file that works offline, and return its path."""
+    def report(self, path: str | os.PathLike[str], image: Any = None) -> Path:
+        """Write the profile as one HTML file that works offline, and return its path.
+
+        It begins with where the model looks in the `image` that it read, if one is given, as in `plot.image`.
+        """
         from qkv.report.html import write_report
 
-        return write_report(self, path)
+        return write_report(self, path, image=image)
 
     def widget(
         self,

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +23,10 @@ from qkv.models.loading import load_if_named
 from qkv.native.library import description
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.datasets import Probed, Recorded, datasets
-from qkv.profiler.capture.inputs import Sequences, batches, sequences_of, special_ids
+from qkv.profiler.capture.inputs import Sequences, batches, sequences_of, special_ids, tokenizer_of
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer, unobserved
+from qkv.profiler.capture.patches import patches_of
 from qkv.profiler.capture.record import Measures, Recorder
 from qkv.profiler.capture.residual import Residuals, attention_modules, by_stack, observe_residual
 from qkv.profiler.corpora import default_text
@@ -68,10 +69,12 @@ def profile(
             the model's forward, as a mapping of tensors. An attention mask and ``model.config.pad`` are honoured:
             padding counts neither as query nor as key. If `model` is a name, the default is `profiler.default_text`.
         tokenizer: converts text to ids, and ids to the names of tokens; if `model` is a name, its tokenizer is loaded.
+            For a model that reads images or sounds, its processor: it tells how images were cut.
         target: the text that the decoder of an encoder-decoder reads; the input text if None.
         layers: which attention layers to keep, counted from 0 in each group; all if None.
         local_window: `local` is the weight on keys at most this many tokens away.
-        map_tokens: whole weight matrices are kept for texts up to this long.
+        map_tokens: whole weight matrices are kept for texts up to this long; in cross-attention, those with at most as
+            many weights.
         map_bins: every map is also kept as a small map, pooled to at most this many bins a side; 0 for no small maps.
         probe: also run the model on short synthetic texts (random tokens, the same shuffled, one token repeated, a
             sequence twice), which identify induction, duplicate-token and positional heads; only for models that read
@@ -99,6 +102,8 @@ def profile(
         The source ``"differential"`` means two softmaxes, one of which is subtracted: heads of the first half less λ
         times those of the second act (``attrs["differential"]`` has λ by layer), and their values are not measured.
         Layers keep their numbers where nothing attends in some of a stack: ``attrs["without_map"]`` has those.
+        If the inputs have images, keys are named as patches, and ``attrs["images"]`` says what the model sees of an
+        image (`qkv.profiler.capture.patches.Patches.seen`), or, as ``"unknown"``, why their places are not known.
 
     Raises:
         InputError: if the model does not accept the inputs, computes weights that are NaN, cannot be observed, passes
@@ -115,17 +120,22 @@ def profile(
             raise InputError("inputs is missing, expected a text, token ids or the arguments of the model's forward")
         inputs = default_text(model)
     loaded = load_if_named(model, tokenizer, inputs=inputs)
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model, processor, tokenizer = loaded.model, loaded.tokenizer, tokenizer_of(loaded.tokenizer)
     _check_settings(local_window, map_tokens, map_bins, layers, probe)
     statistics = checked_custom(statistics, {*COLUMNS, *ROLES, *TRAITS})
     runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
-    runs, recorded, residuals = [], list[Recorded](), []
+    runs, recorded, residuals, images = [], list[Recorded](), [], dict[str, Any]()
     with bar("profiling", "layers", show=progress) as step:
         for batch in runs_on:
             sequences = sequences_of(model, batch)
             _check_real({**sequences.real_source, **sequences.real_target})
-            recorder = Recorder(Measures(local_window, map_tokens, map_bins, statistics))
+            try:
+                sequences = replace(sequences, patches=patches_of(model, batch, processor))
+                images = {group: found.seen for group, found in sequences.patches.items()}
+            except InputError as error:  # the profile holds without them
+                images = {"unknown": str(error)}
+            recorder = Recorder(Measures(local_window, map_tokens, map_bins, statistics, sequences.patches))
             observer = Observer(model, layers, recorder, sequences=sequences, partial=partial)
             known = len(observer.expected) * len(runs_on) or None  # unknown for models outside transformers' interface
             observer.on_call = lambda module, of=known: step(1, of=of)  # type: ignore[misc]
@@ -151,6 +161,7 @@ def profile(
         "checks": [asdict(checked) for checked in runs[0][1].checks],
         "probes": said,
     }
+    attrs |= {"images": images} if images else {}
     states = {} if is_shared else by_stack(residuals)  # a process sees those of its own shard
     return Profile(groups, attrs | runs[0][1].of_layers(groups), states)
 

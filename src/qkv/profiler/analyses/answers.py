@@ -6,7 +6,6 @@ The query at the last token before a generated one chose it, so its row says wha
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +18,7 @@ from qkv.errors import InputError
 from qkv.models.loading import rendered_chat
 from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches
-from qkv.profiler.capture.record import weights_of
-from qkv.statistics.measure import rows_in_shares
-
-ROWS = 64
+from qkv.profiler.capture.record import shares_of
 
 
 def parts_of(ids: list[int], prompt: int, tokenizer: Any = None, question: str | None = None) -> dict[str, slice]:
@@ -77,10 +73,6 @@ def answer_shares(model: nn.Module, ids: Int[Tensor, " n"], parts: Mapping[str, 
 
 
 def part_shares(call: Call, rows: slice, parts: Collection[slice]) -> Float[Tensor, "b h rows parts"]:
-    """The shares of parts of the keys in some rows of a call; the weights of `ROWS` rows are formed at a time."""
-    call, shares = replace(call, values=None), []
-    for start in range(rows.start, rows.stop, ROWS):
-        some = call.part(slice(start, min(start + ROWS, rows.stop)), slice(0, call.k.shape[2]))
-        weights = rows_in_shares(weights_of(some), call.normalizer)
-        shares.append(torch.stack([weights[..., part].sum(-1) for part in parts], -1))
-    return torch.cat(shares, 2)
+    """The shares of parts of the keys in some rows of a call; the weights of 64 rows are formed at a time."""
+    shares = (torch.stack([w[..., part].sum(-1) for part in parts], -1) for _, w in shares_of(call, rows))
+    return torch.cat([*shares], 2)

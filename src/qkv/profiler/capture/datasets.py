@@ -170,6 +170,10 @@ def _arrays(records: list[Record], tokens: Tokens, local_window: int, statistics
         if name == "prefix_sink_scores":
             values = np.where(np.arange(PREFIX) < real_k.sum(1)[:, None, None, None], values, np.nan)
         variables[name] = (dims, values, about.attrs)
+    if "image" in variables and tokens.patches is not None:
+        places = zip(tokens.patches.place, real_k, strict=True)
+        about = VARIABLES["patch"]
+        variables["patch"] = about.dims, np.stack([_packed(x, 0, keep) for x, keep in places]), about.attrs
     causal = all(r.causal for r in records)
     for x in statistics:
         values = variables[x.name][1]

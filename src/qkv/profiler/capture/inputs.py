@@ -21,6 +21,7 @@ from qkv import ring
 from qkv._packages import user_frame
 from qkv.errors import InputError
 from qkv.huggingface.attention import MASKED, modules_of
+from qkv.profiler.capture.patches import Patches
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Sequences:
     """True at real tokens of the source, by length; empty if all are real."""
     real_target: Mapping[int, Bool[Tensor, "b t"]] = field(default_factory=dict)
     """The same for the target; for a model that reads one sequence, both are the same."""
+    patches: Mapping[str, Patches] = field(default_factory=dict)
+    """The patches of images among the keys, by kind of attention."""
 
 
 def batches(
@@ -438,6 +441,7 @@ class Tokens:
         source, target = sequences.source, sequences.target if sequences.two else sequences.source
         kind = group.partition("-")[0]
         self.tokenizer, self.reads_target = tokenizer, kind in ("decoder", "cross")
+        self.patches = sequences.patches.get(kind)
         self.queries = target if kind in ("decoder", "cross") else source
         self.keys = target if kind == "decoder" else source
         if processes is not None:
@@ -446,7 +450,13 @@ class Tokens:
             )
 
     def names(self, ids: Tensor | None, item: int, real: np.ndarray) -> list[str]:
-        """Names of the real tokens of one batch item: pieces of text, or positions if there are no token ids."""
+        """Names of the real tokens of one batch item: patches, pieces of text, or else positions."""
+        if self.patches is not None and self.patches.place.shape[1] == len(real):
+            known, pieces = self.patches.names[item], self._pieces(ids, item, real)
+            return [known.get(at, piece) for at, piece in zip(np.flatnonzero(real).tolist(), pieces, strict=True)]
+        return self._pieces(ids, item, real)
+
+    def _pieces(self, ids: Tensor | None, item: int, real: np.ndarray) -> list[str]:
         if ids is None or ids.shape[1] != len(real):
             return [str(n) for n in range(int(real.sum()))]
         kept = ids[item].cpu().numpy()[real].tolist()
@@ -468,6 +478,13 @@ def first_real(keys: Bool[Tensor, "b n"]) -> int | Int[Tensor, " b"]:
 
 def nan_error(module: str, what: str = "weights") -> InputError:
     return InputError(f"model computes {what} that are NaN in {module}: its parameters or its inputs contain NaN")
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """The tokenizer of a processor of images or sounds; None if it has none. Tokenizers are returned as they are."""
+    has_others = any(hasattr(processor, name) for name in ("image_processor", "feature_extractor"))
+    of_images = hasattr(processor, "preprocess") and not hasattr(processor, "convert_ids_to_tokens")
+    return getattr(processor, "tokenizer", None) if has_others or of_images else processor
 
 
 def special_ids(model: nn.Module, tokenizer: Any) -> set[int]:

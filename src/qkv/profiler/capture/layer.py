@@ -266,7 +266,7 @@ def joined(found: list[Measured], now: Moment, n_keys: int, keys: Tensor | None)
         return (by_key if name in PER_KEY else by_query)(values)
 
     statistics = Statistics(**{f.name: value(f.name) for f in fields(Statistics)})
-    if not complete or max(now.tokens, n_keys) > measures.map_tokens:
+    if not complete or not measures.keeps_weights(now.tokens, n_keys):
         return statistics, None
     weights = [part.record.weights for part in found]
     return statistics, by_query([None if x is None else _padded(x, n_keys, 3) for x in weights])

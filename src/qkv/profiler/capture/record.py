@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -21,10 +22,12 @@ from qkv.masks import Mask
 from qkv.native.library import leading_shares
 from qkv.normalizers import SumToOne
 from qkv.profiler.capture.inputs import nan_error
+from qkv.profiler.capture.patches import Patches
+from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.data.variables import UNFUSED
 from qkv.results import Statistics, with_head
 from qkv.statistics import Local, PrefixSinkScores, Statistic, Streaming
-from qkv.statistics.measure import in_shares, measured, row_state, sweep
+from qkv.statistics.measure import in_shares, measured, row_state, rows_in_shares, sweep
 from qkv.statistics.native import thumbnail
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
@@ -59,7 +62,11 @@ class Record:
             weights = weights.clone()
             weights[:, head] = other.weights[:, head]
         statistics = with_head(self.statistics, other.statistics, head)
-        return replace(self, statistics=statistics, weights=weights, edited=(*self.edited, head))
+        of_images = {name: x.clone() for name, x in self.geometry.items() if name in OF_IMAGES}
+        for name, x in of_images.items():
+            x[:, head] = other.geometry[name][:, head]
+        geometry = self.geometry | of_images if of_images else self.geometry  # which is filled later
+        return replace(self, statistics=statistics, weights=weights, edited=(*self.edited, head), geometry=geometry)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +121,12 @@ class Measures:
     map_tokens: int = 384
     map_bins: int = 64
     statistics: Sequence[Statistic] = ()
+    patches: Mapping[str, Patches] = field(default_factory=dict)
+    """The patches of images among the keys, by kind of attention."""
+
+    def keeps_weights(self, n_queries: int, n_keys: int) -> bool:
+        """Whether all weights are kept: if there are as many as `map_tokens` tokens have of each other at most."""
+        return n_queries * n_keys <= self.map_tokens**2
 
     def masses(self, first: int | Tensor, n_keys: int, device: torch.device) -> dict[str, Mask]:
         """The masks inside which the attention mass is measured, by statistic."""
@@ -138,7 +151,7 @@ class Measures:
         }
         of_prefix = PrefixSinkScores(PREFIX)
         longest = max(call.q.shape[2], call.k.shape[2])
-        short, pooled = longest <= self.map_tokens, self.map_bins > 0
+        short, pooled = self.keeps_weights(call.q.shape[2], call.k.shape[2]), self.map_bins > 0
         further: dict[str, Any] = {
             "bins": longest if short else self.map_bins if pooled else None,  # a bin of one pair has its weight
             "statistics": (*UNFUSED, *self.statistics, of_prefix),
@@ -176,6 +189,10 @@ class Measures:
         norms = about.get("value_norm") if observed.call.values is None else None
         result, statistics, weights = self.of(observed, result, norms)
         assert result is not None
+        patches = self.patches.get(observed.group)
+        if patches is not None and patches.place.shape[1] == observed.call.q.shape[2] == observed.call.k.shape[2]:
+            most = self.map_tokens**2 if weights is None else 0
+            about |= image_shares(observed, statistics, patches, most)
         record = Record(
             observed.module, observed.group, observed.layer, statistics, about, weights, observed.queries,
             observed.keys, observed.causal,
@@ -277,6 +294,53 @@ def served(call: Call) -> Result:
     """The result of a call that the observer itself records."""
     with serving(None):
         return serve(call)
+
+
+OF_IMAGES = ("image", "image_sink", "image_rows")
+ROWS = 64  # of which the weights are formed at a time
+
+
+def shares_of(call: Call, rows: slice) -> Iterator[tuple[int, Float[Tensor, "b h rows nk"]]]:
+    """The weights of some rows of a call as shares of the row, `ROWS` at a time, with the number of the first row."""
+    call = replace(call, values=None)
+    for start in range(rows.start, rows.stop, ROWS):
+        some = call.part(slice(start, min(start + ROWS, rows.stop)), slice(0, call.k.shape[2]))
+        yield start, rows_in_shares(weights_of(some), call.normalizer)
+
+
+def image_shares(observed: ObservedCall, statistics: Statistics, patches: Patches, most: int) -> dict[str, Tensor]:
+    """What tokens of text attend to in images: the shares of patches, and of those that are sinks of the head.
+
+    Rows are those of tokens after the first patch that belong to no image, or all rows if there are none, as in an
+    encoder of images. A patch is a sink if its mean share, over the rows that may attend to it, is above the threshold.
+
+    Args:
+        observed: the call.
+        statistics: its statistics, as shares of the row.
+        patches: the patches among its keys.
+        most: the largest number of weights of text on patches that are kept of each head, those of the last rows.
+    """
+    call, device = observed.call, observed.call.q.device
+    is_patch = torch.from_numpy(~np.isnan(patches.place[..., 0])).to(device)
+    b, n = is_patch.shape
+    of_image = torch.tensor([[i in names for i in range(n)] for names in patches.names], device=device)
+    rows = ~of_image & (is_patch.cumsum(1) > 0) & (True if observed.queries is None else observed.queries.bool())
+    rows = torch.where(rows.any(1, keepdim=True), rows, True)
+    visible = statistics.visible_queries
+    enough = visible >= visible.amax(-1, keepdim=True).clamp(max=max(8, n / 8))  # as in `tables.sink_scores`
+    sinks = enough & (statistics.received > SINK_THRESHOLD * visible) & is_patch[:, None]
+    found = torch.full((2, *call.q.shape[:3]), torch.nan, device=device)
+    kept, counts, per_row = list[Tensor](), rows.sum(1), int(is_patch.sum(1).max())
+    keep = min(most // max(per_row, 1), int(counts.min())) if b == 1 else 0
+    last = int(rows[0].nonzero()[-keep]) if keep else n
+    for start, weights in shares_of(call, slice(int(rows.any(0).to(torch.int8).argmax()), n)):
+        some = slice(start, start + weights.shape[2])
+        sums = torch.stack([(weights * part[:, :, None]).sum(-1) for part in (is_patch[:, None] & ~sinks, sinks)])
+        found[..., some] = torch.where(rows[:, None, some], sums.float(), torch.nan)
+        chosen = rows[0, some] & (torch.arange(some.start, some.stop, device=device) >= last)
+        kept.append(weights[:, :, chosen][..., is_patch[0]] if keep else weights[:, :, :0])
+    shares = dict(zip(OF_IMAGES, (*found, torch.cat(kept, 2)), strict=True))
+    return shares if keep else {name: shares[name] for name in OF_IMAGES[:2]}
 
 
 def weights_of(call: Call) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qkv.profiler.data import sinks, tables
+from qkv.profiler.data import images, sinks, tables
 from qkv.profiler.data.frames import counted, percent, written
 from qkv.profiler.data.sinks import EPSILON, sink_table
 from qkv.profiler.data.tables import MIXED, sink_scores, type_table
@@ -46,6 +46,8 @@ def _command(given: Mapping[str, Any], name: str, options: Iterable[str]) -> str
         words.append(given["text"])
     if "file" in given:
         words += ["--file", given["file"]]
+    if "image" in given:  # only maps are drawn of models that read images
+        words += ["--image", given["image"]]
     if "target" in given and name not in OWN_TEXT:
         words += ["--target", given["target"]]
     for option in SHARED:
@@ -362,7 +364,7 @@ class Findings:
         if self.is_too_short:
             found.append(found.pop(0))
         found += [self._without_map(), self._differential()]
-        found.insert(0, self._question())
+        found[:0] = [self._question(), self._image()]
         return FindingList(one for one in found if one is not None)
 
     def _without_map(self) -> Finding | None:
@@ -415,6 +417,25 @@ class Findings:
             _rows(of_heads > share),
         )
 
+    def _image(self) -> Finding | None:
+        """What tokens of text attend to in an image."""
+        if "image" not in self._data:
+            return None
+        table = images.share_table(self._data, "head")
+        whole = table["image"] + table["image_sinks"]
+        mean, best = table.mean(), table.iloc[int(table["image"].to_numpy().argmax())]
+        layer, head, share = int(best["layer"]), int(best["head"]), best["image"]
+        rows = "the text's" if self._group == "text" else "all"
+        return Finding(
+            percent(whole.mean()),
+            f"of {rows} attention is on patches of the image",
+            f"Mean of all heads, of which {percent(mean['image_sinks'])} on patches that are sinks of the head; "
+            f"{percent(mean['sink'])} on {first_token(self._data)} and learned sinks, {percent(mean['text'])} on the "
+            f"rest. Most on patches that are no sinks: {percent(share)}, in L{layer} · H{head}.",
+            self._steps("map", best),
+            _rows(whole > whole.mean()),
+        )
+
     def _first_share(self, share: float) -> Finding:
         visible = self._data["visible"].values
         detail = f"Even attention would put {percent(float((1 / visible[visible > 0]).mean()))} there"
@@ -438,7 +459,10 @@ class Findings:
             chosen = (scores[..., 1:] > sinks.EPSILON).any((0, 3)).ravel()
         number, typed = int(chosen.sum()), int((chosen & (self.types["type"] == "other sink")).sum())
         of = tables.names_of(self._data)
-        names = [f"“{of[row.token]}” (position {row.position:,})" for row in table.head(3).itertuples()]
+        names = [
+            f"“{of[row.token]}” ({getattr(row, 'place', 'text').replace('text', f'position {row.position:,}')})"
+            for row in table.head(3).itertuples()
+        ]
         more = f" and {len(table) - 3:,} more" if len(table) > 3 else ""
         best = scores[..., 1:]
         strongest = np.nan_to_num(best, nan=-1.0).max((0, 3)).argmax()

@@ -12,13 +12,16 @@ import numpy as np
 import xarray as xr
 
 from qkv._untrusted import reading
-from qkv.errors import InputError, refusing
-from qkv.profiler.data import archive, frames, sinks, tables, variables
+from qkv.errors import InputError, one_of, refusing
+from qkv.profiler.data import archive, frames, images, sinks, tables, variables
+from qkv.profiler.data.alignment import Alignment, alignment
 from qkv.profiler.data.findings import FindingList, Findings
 from qkv.profiler.data.frames import size_of
 from qkv.profiler.data.variables import ATTRIBUTES, COORDINATES, VARIABLES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pandas as pd
     import polars as pl
 
@@ -165,9 +168,79 @@ class ProfileData:
         Columns: text, position, token; heads and share_of_heads (the number and share of heads whose sink score for
         this token, over all queries that may attend to it, is larger than `threshold`); alpha (the largest score);
         layers of these heads; key_norm and value_norm (norm of the token's vectors divided by the mean norm of the
-        other tokens' vectors, in these heads).
+        other tokens' vectors, in these heads). With images, place: "border of the image" or "inside the image" for a
+        patch, "border of the thumbnail", "register", "class token", "end of a row" or "text".
         """
         return sinks.sink_tokens(self.group(group), threshold)
+
+    def image_shares(self, by: Literal["head", "token"] = "head", group: str | None = None) -> pd.DataFrame:
+        """What tokens of text attend to: the image, its sinks, or the text; in an encoder, what its tokens attend to.
+
+        The four shares sum to 1: image (patches that are no sinks), image_sinks (patches with a mean share above 30 %
+        in the head, over the rows that may attend to them), sink (the first token, unless it is a patch, and a learned
+        sink) and text (the rest: tokens of text, marks between tiles, registers).
+
+        Args:
+            by: ``"head"``, a row for each layer and head, the mean over the tokens of text after the first patch, then
+                over texts; ``"token"``, a row for each of these tokens, the mean of all heads, with its text (input),
+                position, and the next token, which it chose if it was generated.
+            group: the kind of attention; the one whose keys are patches if None.
+
+        Raises:
+            InputError: if no keys are patches, or where they are is not known.
+
+        >>> import qkv, torch, transformers
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> config = transformers.ViTConfig(image_size=32, patch_size=8, **sizes)
+        >>> pixels = {"pixel_values": torch.rand(1, 3, 32, 32)}
+        >>> profile = qkv.profile(transformers.ViTModel(config), pixels, progress=False)
+        >>> list(profile.image_shares().columns)
+        ['layer', 'head', 'image', 'image_sinks', 'sink', 'text']
+        """
+        one_of("by", by, ("head", "token"))
+        return images.share_table(self.groups[images.group_of(self.groups, self.attrs, group)], by)
+
+    def alignment(
+        self,
+        heads: Sequence[tuple[int, int]] | None = None,
+        *,
+        text: int = 0,
+        prompt: int | None = None,
+        seconds: float | None = None,
+        frame: float = 0.02,
+        group: str = "cross",
+    ) -> Alignment:
+        """When each token and word was spoken, by the cross-attention of a speech model such as Whisper.
+
+        The weights of some heads on frames of sound are standardised over the tokens, smoothed over seven frames and
+        averaged; dynamic time warping gives each token its frames, as in OpenAI's Whisper and in transformers.
+
+        Args:
+            heads: pairs (layer, head) of the decoder. By default those that follow this text, which is found by how
+                much of a head's weight is on the frames that it alone would give each token: at most ten heads, with
+                at least half the score of the best.
+            text: index of the profile's input.
+            prompt: number of tokens before the spoken text, which take no part; by default the special tokens at the
+                beginning.
+            seconds: length of the sound; by default that of all frames, silence included.
+            frame: seconds of a frame; Whisper's have 0.02.
+            group: the kind of attention.
+
+        Returns:
+            `Alignment`, with tables of tokens, words and heads.
+
+        Raises:
+            InputError: if the profile keeps no weights of the sound, no head follows the text, or heads, prompt or
+                seconds do not fit.
+
+        >>> import qkv
+        >>> inputs = {"input_features": sound, "decoder_input_ids": ids}  # doctest: +SKIP
+        >>> profile = qkv.profile(whisper, inputs, tokenizer=processor)  # doctest: +SKIP
+        >>> profile.alignment(seconds=11.2).words  # doctest: +SKIP
+        """
+        special = self.groups["decoder"].attrs["special_tokens"] if "decoder" in self.groups else ()
+        data = self.one_text(text, group)
+        return alignment(data, special, heads, prompt, seconds, frame)
 
     def types(self, group: str | None = None) -> pd.DataFrame:
         """Head types: one row per layer and head.

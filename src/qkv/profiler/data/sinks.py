@@ -14,6 +14,7 @@ import xarray as xr
 
 from qkv.errors import InputError
 from qkv.profiler.data import tables
+from qkv.profiler.data.images import place_words
 from qkv.profiler.data.tables import prefix_sink_scores, readable, sink_scores
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def sink_tokens(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
             ratios = np.where(is_sink, relative_norm(data[f"{name}_norm"].values), np.nan)[text, :, :, key]
             known = [one[~np.isnan(one)] for one in ratios]  # empty for a text of a single token
             rows[f"{name}_norm"] = np.array([one.mean() if len(one) else np.nan for one in known])
+    if "patch" in data:
+        rows["place"] = [place_words(data, *at) for at in zip(text.tolist(), key.tolist(), strict=True)]
     return pd.DataFrame(rows).sort_values(["heads", "alpha"], ascending=False, kind="stable").reset_index(drop=True)
 
 

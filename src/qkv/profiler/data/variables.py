@@ -102,6 +102,19 @@ VARIABLES = {name: Variable.in_shares(s, always=name not in _NOT_IN_FIRST) for n
     "cosine_others": Variable(TEXT, "1", "mean cosine of the queries to all other keys"),
     "first_key_angle": Variable(TEXT, "degrees", "angle between the first token's key and the mean of the other keys"),
     "key_bias_cosine": Variable(TEXT, "1", "mean cosine of the queries to the learned key"),
+    "image": Variable(
+        QUERY, "1", "share of the row on patches of images that are no sinks of the head; at tokens of text", share=True
+    ),
+    "image_sink": Variable(QUERY, "1", "share of the row on patches that are sinks of the head", share=True),
+    "image_rows": Variable(
+        (*TEXT, "image_query", "image_key"), "1",
+        "shares of the rows of the last tokens of text on each patch; kept for long texts, instead of all weights",
+    ),
+    "patch": Variable(
+        ("text", "key", "place"), "1",
+        "number of the patch's image; 1 in a thumbnail, else 0; top, left, bottom and right edge, as fractions of what "
+        "the model sees",
+    ),
     "key_directions": Variable((*TEXT, "direction"), "1", "share of the keys' variance in a principal direction"),
     "probe_sink_random": Variable(HEAD, "1", "sink score of the first token on random tokens"),
     "probe_sink_repeated": Variable(HEAD, "1", "sink score of the first token on one token repeated"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,9 @@ from qkv.profiler.capture.inputs import (
     nan_error,
     of_transformers,
     sequences_of,
+    tokenizer_of,
 )
+from qkv.profiler.capture.patches import patches_of
 from qkv.profiler.capture.record import ObservedCall
 from qkv.statistics.maps import HeadMap, Picture, checked_slice
 from qkv.statistics.measure import row_state
@@ -99,10 +103,7 @@ class AttentionMap:
         return self._names(self._tokens.keys, checked_slice("columns", columns, self.n_keys), self.n_keys, item)
 
     def _names(self, ids: Tensor | None, within: slice, length: int, item: int) -> list[str]:
-        if ids is None or ids.shape[1] != length:
-            return [str(n) for n in range(within.start, within.stop)]
-        part = ids[:, within]
-        return self._tokens.names(part, item, np.ones(part.shape[1], bool))
+        return self._tokens.names(ids, item, np.ones(length, bool))[within]
 
 
 def attention_map(
@@ -142,11 +143,13 @@ def attention_map(
     ((4, 4), ['<s>', 'def'])
     """
     loaded = load_if_named(model, tokenizer, name, inputs=inputs)
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model, processor, tokenizer = loaded.model, loaded.tokenizer, tokenizer_of(loaded.tokenizer)
     if not isinstance(inputs, str | Tensor | Mapping):
         raise InputError(f"inputs is {type(inputs).__name__}, expected one text, token ids, or a mapping of tensors")
     batch = next(iter(batches(model, inputs, tokenizer, target)))
     sequences = sequences_of(model, batch)
+    with suppress(InputError):  # keys of images have the names of tokens then
+        sequences = replace(sequences, patches=patches_of(model, batch, processor))
     likely = group or _only_group(model, sequences)
     try:
         calls = calls_of(model, batch, layers={layer}, group=likely)
