@@ -45,16 +45,7 @@ from qkv.plot.layout import (
     titled,
     token_label,
 )
-from qkv.plot.map import (
-    AFTER,
-    ALL_TOKENS,
-    Stored,
-    StoredMap,
-    alignment_figure,
-    map_figure,
-    maps_figure,
-    overlay_figure,
-)
+from qkv.plot.map import AFTER, ALL_TOKENS, Stored, StoredMap, alignment_figure, map_figure, maps_figure, overlay_figure
 from qkv.plot.matrices import THUMBNAIL, Style, pooled, wall_of_heads
 from qkv.profiler.capture.patches import window
 from qkv.profiler.data import images, tables
