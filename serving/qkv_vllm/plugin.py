@@ -84,21 +84,24 @@ def _starts(inner: Callable[..., None], self: Any, vllm_config: Any, *args: Any,
 
 def _receives(inner: Callable[..., Any], self: Any, *args: Any, **named: Any) -> Any:
     """Refuse a request that asks wrongly; vLLM answers it with an error. One that asks reads no cached prefix."""
+    from vllm.exceptions import VLLMValidationError
+
     request = inner(*args, **named)
     params = request.sampling_params
-    asked = None if params is None else Asked.of(params.extra_args)
-    if asked is None:
-        return request
-    config = self.vllm_config
-    model, parallel = config.model_config, config.parallel_config
-    heads = model.get_num_layers(parallel) * model.get_num_attention_heads(parallel)
-    prompt = 0 if request.prompt_embeds is not None else len(request.prompt_token_ids or ())
-    check_request(
-        asked, settings_of(config), prompt=prompt, most=params.max_tokens or model.max_model_len - prompt,
-        heads=heads, params=params,
-    )  # fmt: skip
-    if request.resumable:
-        raise InputError(f"{ASK}: the request streams its input, expected a whole prompt")
+    try:
+        asked = None if params is None else Asked.of(params.extra_args)
+        if asked is None:
+            return request
+        config = self.vllm_config
+        model, parallel = config.model_config, config.parallel_config
+        heads = model.get_num_layers(parallel) * model.get_num_attention_heads(parallel)
+        prompt = 0 if request.prompt_embeds is not None else len(request.prompt_token_ids or ())
+        most = params.max_tokens or model.max_model_len - prompt
+        check_request(asked, settings_of(config), prompt=prompt, most=most, heads=heads, params=params)
+        if request.resumable:
+            raise InputError(f"{ASK}: the request streams its input, expected a whole prompt")
+    except InputError as error:  # an error of the request: over HTTP, 400 with the sentence
+        raise VLLMValidationError(str(error), parameter=error.argument) from error
     params.skip_reading_prefix_cache = True  # else the queries of the prefix are not computed
     return request
 

@@ -20,6 +20,7 @@ os.environ |= {
 }  # fmt: skip
 
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from qkv_vllm import profile
 from qkv_vllm.plugin import ASKED, RECORDER, register
@@ -137,7 +138,7 @@ def test_twenty_requests_at_once_equal_profiles_of_their_tokens(
 def test_a_wrong_request_is_an_error_of_that_request_alone(llm: LLM) -> None:
     (text,) = prompts([30], 0)
     for extra, match in (({"qkv": "../../x"}, "expected 'profile'"), (ASK | {"qkv_passages": [0, 31]}, "ends at 31")):
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(VLLMValidationError, match=match):
             run(llm, [text], greedy(2, extra))
     assert "passage_1" in profile(run(llm, [text], greedy(2, ASK | {"qkv_passages": [0, 9]}))[0]).data
     assert kept(llm) == 0
