@@ -1,12 +1,15 @@
 """How often `qkv.sources` is right on SmolLM2, on generated prompts of other kinds than those that chose its heads.
 
-    python -m research.sources errors --passages 5 --prompts 250    # the right answer is given; one in five has none
-    python -m research.sources errors --passages 5 --own            # the model answers itself
-    python -m research.sources effects                              # shares beside the effects
-    python -m research.sources time                                 # beside the time of the answer alone
-    python -m research.sources readers                              # the entry of SmolLM2 in readers.json
+    python -m research.sources errors --passages 5 --prompts 250      # the right answer is given
+    python -m research.sources errors --passages 20 --prompts 63
+    python -m research.sources errors --words 450 --prompts 15        # so many words around each fact
+    python -m research.sources errors --own --prompts 60              # the model answers itself
+    python -m research.sources effects                                # shares beside the effects
+    python -m research.sources time                                   # beside the time of the answer alone
+    python -m research.sources readers                                # the entry of SmolLM2 in readers.json
 
-All numbers of docs/howto/sources.md come from these commands.
+In one prompt of five no passage holds the answer. Finished prompts are kept in the folder sources-of-smollm2, so that
+an interrupted run resumes. All numbers of docs/howto/sources.md come from these commands.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
 from random import Random
 from typing import Any
 
@@ -24,11 +29,14 @@ import numpy as np
 import torch
 from scipy.stats import binomtest, spearmanr
 
+from qkv._progress import bar
 from qkv.models.loading import Loaded, load_model
-from qkv.profiler.analyses.source_prompts import Kind, prompt
+from qkv.profiler.analyses.ablation import Kept
+from qkv.profiler.analyses.source_prompts import Kind, Prompt, prompt
 from qkv.profiler.analyses.sources import INSTRUCTION, _Prompt, calibrate, readers_of, sources
 from qkv.profiler.capture.probes import weights_hash
 
+FOLDER = Path("sources-of-smollm2")
 KINDS = (
     Kind("The number of the key to the {subject} in {city} is {value}.",
          "Which number does the key to the {subject} in {city} have?", "It is {value}.", subject="place"),
@@ -54,33 +62,70 @@ def share(hits: Sequence[bool]) -> str:
     return f"{np.mean(hits):.1%} [{found.low:.1%}, {found.high:.1%}], {sum(hits)} of {len(hits)}"
 
 
-def errors(loaded: Loaded, passages: int, prompts: int, *, own: bool, fillers: int) -> None:
+def lengthened(one: Prompt, words: int, random: Random) -> Prompt:
+    """The prompt with so many words of Python's documentation around each passage."""
+    prose = [text.split() for _, text in sorted(topics.items())]
+    prose = [text for text in prose if len(text) > words]
+    passages = []
+    for passage in one.passages:
+        text = random.choice(prose)
+        start = random.randint(0, len(text) - words)
+        cut = random.randint(start, start + words)
+        passages.append(" ".join([*text[start:cut], passage, *text[cut : start + words]]))
+    return replace(one, passages=passages)
+
+
+def answered(loaded: Loaded, passages: int, number: int, *, own: bool, words: int) -> dict[str, Any]:
+    """One prompt: how many tokens it has, which passage holds the answer, and the shares of each sentence."""
+    random = Random(f"{passages} {own} {words} {number}")
+    one = prompt(random, passages, answered=number % 5 != 4, kinds=KINDS)
+    if words:
+        one = lengthened(one, words, random)
+    found = sources(
+        loaded.model, one.passages, one.question, answer=None if own else one.answer, effect=False,
+        tokenizer=loaded.tokenizer, max_new_tokens=60, progress=False,
+    )  # fmt: skip
+    tokens = len(loaded.tokenizer("\n\n".join([INSTRUCTION, *one.passages, one.question]))["input_ids"])
+    shares = found.table.groupby("sentence")["share"].apply(list)
+    sentences = [
+        {"text": row["text"], "states": one.value in row["text"], "passages": shares[at], "answer": row["answer"]}
+        for at, row in found.sentences.iterrows()
+    ]
+    return {"tokens": tokens, "holds": one.holds, "sentences": sentences}
+
+
+def errors(loaded: Loaded, passages: int, prompts: int, *, own: bool, words: int) -> None:
     """How often the passage that holds the answer is named, and that none does."""
-    random, options = Random(f"{passages} {own} {fillers}"), {"tokenizer": loaded.tokenizer, "progress": False}
-    named, alarms, none, stated, tokens = list[bool](), list[bool](), list[bool](), list[bool](), list[int]()
-    for number in range(prompts):
-        one = prompt(random, passages, answered=number % 5 != 4, kinds=KINDS, fillers=fillers)
-        answer = None if own else one.answer
-        found = sources(loaded.model, one.passages, one.question, answer=answer, effect=False, **options)
-        tokens.append(len(loaded.tokenizer("\n\n".join([INSTRUCTION, *one.passages, one.question]))["input_ids"]))
-        read = found.sentences["read"].tolist()
-        if one.holds is None:
-            none.append(read[0] < 0)
-            continue
-        says = [at for at, text in enumerate(found.sentences["text"]) if one.value in text]
-        stated.append(bool(says))
-        for at in says[:1]:
-            shares = found.table[found.table["sentence"] == at]["share"].to_numpy()
-            named.append(int(shares.argmax()) == one.holds)
-            alarms.append(read[at] < 0)
-        if (number + 1) % 50 == 0:
-            print(f"… {number + 1}: {np.mean(named):.1%}", flush=True)
+    FOLDER.mkdir(exist_ok=True)
+    file = FOLDER / f"{passages} passages{', own answers' * own}{f', {words} words' if words else ''}.jsonl"
+    kept = Kept(file, ("number",), "found")
+    with bar("answering", "prompts", prompts) as step:
+        for number in range(prompts):
+            if (number,) not in kept.rows:
+                kept.put({(number,): answered(loaded, passages, number, own=own, words=words)})
+            step(1)
+    found = [kept.rows[number,] for number in range(prompts)]
+    threshold = readers_of(loaded.model, loaded.tokenizer, progress=False).threshold
+    none = [_alarm(one["sentences"][0], threshold) for one in found if one["holds"] is None]
+    one_holds = [one for one in found if one["holds"] is not None]
+    # the first sentence that says what the passage says
+    says = [next((x for x in one["sentences"] if x["states"]), None) for one in one_holds]
+    pairs = [(one["holds"], x) for one, x in zip(one_holds, says, strict=True) if x is not None]
+    tokens = [one["tokens"] for one in found]
     whose = "the model's own" if own else "given"
     print(f"{passages} passages, {min(tokens):,} to {max(tokens):,} tokens, answers {whose}")
-    print(f"  a sentence states what the passage says: {share(stated)}; of these sentences")
-    print(f"    the passage that holds it has the largest share: {share(named)}")
-    print(f"    the verdict is “no passage” (false alarms): {share(alarms)}")
+    print(f"  a sentence states what the passage says: {share([x is not None for x in says])}; of these sentences")
+    print(f"    the passage that holds it has the largest share: {share([_most(x) == at for at, x in pairs])}")
+    print(f"    the verdict is “no passage” (false alarms): {share([_alarm(x, threshold) for _, x in pairs])}")
     print(f"  no passage holds the answer, and the verdict on the first sentence is “no passage”: {share(none)}")
+
+
+def _most(sentence: dict[str, Any]) -> int:
+    return int(np.argmax(sentence["passages"]))
+
+
+def _alarm(sentence: dict[str, Any], threshold: float) -> bool:
+    return max(sentence["passages"]) < threshold
 
 
 def effects(loaded: Loaded, passages: int, prompts: int) -> None:
@@ -142,13 +187,13 @@ def main() -> None:
     parser.add_argument("what", choices=["errors", "effects", "time", "readers"])
     parser.add_argument("--passages", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--fillers", type=int, default=2, help="largest number of other sentences in a passage")
+    parser.add_argument("--words", type=int, default=0, help="how many words of Python's documentation a passage has")
     parser.add_argument("--own", action="store_true", help="the model answers itself")
     given = parser.parse_args()
     loaded = load_model("smollm2", head=True)
     match given.what:
         case "errors":
-            errors(loaded, given.passages, given.prompts, own=given.own, fillers=given.fillers)
+            errors(loaded, given.passages, given.prompts, own=given.own, words=given.words)
         case "effects":
             effects(loaded, given.passages, given.prompts)
         case "time":

@@ -76,7 +76,8 @@ class Readers:
     heads: list[tuple[int, int]]
     """(layer, head), the best first."""
     threshold: float
-    """If all passages together have a smaller share, none was read."""
+    """If no passage has so large a share, none was read. Where none holds the answer, heads look for it in all of them,
+    so their sum would mislead."""
     right: float
     """How often the largest share was that of the passage which holds the answer, of the prompts of the test."""
     found: float
@@ -393,7 +394,7 @@ def _result(
             cost = {kind: float(values[at, mine].sum()) for kind, values in effects.items()}
             rows.append({"sentence": number, "passage": at, "share": mean[at]} | cost)
         most = int(np.argmax(mean[:n]))
-        read = most if sum(mean[:n]) >= readers.threshold else -1
+        read = most if mean[most] >= readers.threshold else -1
         sentences.append({"text": text, "read": read} | dict(zip(OTHERS, mean[n:], strict=True)))
     answer = tokenizer.decode(ids, skip_special_tokens=True)
     return Sources(name, passages, question, answer, pd.DataFrame(rows), pd.DataFrame(sentences), readers)
@@ -457,11 +458,11 @@ def calibrate(model: nn.Module, tokenizer: Any, *, fingerprint: str = "", progre
                 step(1, of=2 * per_half)
         places = list(everywhere(model, "zero"))
     best = _best(halves[0])
-    total = np.array([float(shares[best].mean(0).sum()) for shares, _ in halves[0]])
-    threshold = _threshold(total[:ANSWERED], total[ANSWERED:])
-    tested = [(shares[best].mean(0), holds) for shares, holds in halves[1]]
-    right = np.mean([int(share.argmax()) == holds for share, holds in tested[:ANSWERED]])
-    none = np.array([float(share.sum()) < threshold for share, _ in tested])
+    chosen, tested = ([(shares[best].mean(0), holds) for shares, holds in half] for half in halves)
+    most = np.array([float(shares.max()) for shares, _ in chosen])
+    threshold = _threshold(most[:ANSWERED], most[ANSWERED:])
+    right = np.mean([int(shares.argmax()) == holds for shares, holds in tested[:ANSWERED]])
+    none = np.array([float(shares.max()) < threshold for shares, _ in tested])
     if right < LEAST_RIGHT:
         raise InputError(
             f"model {type(model).__name__}: the heads that read passages best name the right one in {right:.0%} of "
@@ -487,6 +488,6 @@ def _best(prompts: list[tuple[Tensor, int | None]]) -> Int[Tensor, " heads"]:
 
 
 def _threshold(answered: Float[np.ndarray, " a"], unanswered: Float[np.ndarray, " u"]) -> float:
-    """The total share between the means of both kinds, as many standard deviations from each, times `CAUTION`."""
+    """The share between the means of both kinds, as many standard deviations from each, times `CAUTION`."""
     low, high = (max(float(values.std(ddof=1)), 1e-6) for values in (unanswered, answered))
     return float((answered.mean() * low + unanswered.mean() * CAUTION * high) / (low + CAUTION * high))
