@@ -27,6 +27,9 @@ POLICIES = "window,sinks,heavy,snapkv,pyramid,tova,keydiff,knorm,expected"
 COMMANDS = {
     "loss": f"qkv evict smollm2 --budgets 64,128,256 --policies {POLICIES}",
     "needle": f"qkv evict smollm2 --needle --budgets 512,1024,2048 --policies {POLICIES}",
+    "presses": "qkv evict smollm2 --budgets 128 --policies kvpress:CUR,kvpress:Random",
+    "presses-needle": "qkv evict smollm2 --needle --budgets 1024,2048 --policies "
+    + ",".join(f"kvpress:{name}" for name in ["Compactor", "LeverageScore", "NonCausalAttn", "Cap", "CUR", "LagKV"]),
 }
 SOURCES = {
     "window": "[2004.05150](https://arxiv.org/abs/2004.05150)", "sinks": "[2309.17453](https://arxiv.org/abs/2309.17453)",
@@ -63,6 +66,10 @@ def costs() -> None:
 
 def keep(name: str, folder: Path) -> None:
     """Keep the tables and the figure that a command wrote to a folder."""
+    if name.startswith("presses"):
+        for table in ("needle.csv",) if name.endswith("needle") else ("loss.csv", "mass.csv"):
+            shutil.copy(folder / table, KEPT / f"presses-{table}")
+        return
     for table in ("loss.csv", "eviction.json") if name == "loss" else ("needle.csv",):
         shutil.copy(folder / table, KEPT / table)
     figure = "eviction.png" if name == "loss" else "needle.png"
@@ -133,15 +140,45 @@ def page() -> str:
         *_needle(needle),
         "",
         "![The loss of the answer by policy and budget](figures/smollm2-needle.png)",
+        "",
+        "## Presses of kvpress",
+        "",
+        "A press of [kvpress](https://github.com/NVIDIA/kvpress) that is a score is a policy, too",
+        "([how](howto/your-own.md#a-cache-policy)), here of version 0.5.5. On the same texts, deciding at every token:",
+        "",
+        f"    {COMMANDS['presses']}",
+        "",
+        *_presses(loss),
+        "",
+        "`KeyDiff`, `Knorm`, `ExpectedAttention` and `StreamingLLM` choose the keys of `keydiff`, `knorm`, `expected`",
+        "and `sinks`. `LagKV` is `StreamingLLM` while a layer holds fewer than 260 keys.",
+        "",
+        "Scores that are meant for a whole prompt are asked once, in the test of the hidden fact:",
+        "",
+        f"    {COMMANDS['presses-needle']}",
+        "",
+        *_needle(pd.read_csv(KEPT / "presses-needle.csv"))[2:],
     ]
     return "\n".join(lines) + "\n"
+
+
+def _presses(loss: pd.DataFrame) -> list[str]:
+    presses, mass = pd.read_csv(KEPT / "presses-loss.csv"), pd.read_csv(KEPT / "presses-mass.csv")
+    assert abs(presses["nats"][0] - loss["nats"][0]) < 1e-3, "other texts"
+    lost = mass.groupby(["policy", "budget"])["mass_lost"].mean()
+    lines = ["| press | keys | rise | attention on evicted keys |", "|---|---:|---:|---:|"]
+    for row in presses[1:].sort_values("delta_nats").itertuples():
+        cells = f"{row.budget:.0f} | {row.delta_nats:+.2f} ± {row.high - row.delta_nats:.2f}"
+        lines.append(f"| `{row.policy}` | {cells} | {lost[row.policy, row.budget]:.0%} |")
+    return lines
 
 
 def _needle(found: pd.DataFrame) -> list[str]:
     full = found[found["policy"] == "full"]
     by = found.groupby(["policy", "budget"])[["nats", "right"]].agg({"nats": "mean", "right": "sum"})
     budgets = sorted(by.index.unique("budget"))
-    order = sorted(SOURCES, key=lambda policy: (-by["right"][policy].sum(), by["nats"][policy].mean()))
+    policies = [policy for policy in by.index.unique("policy") if policy != "full"]
+    order = sorted(policies, key=lambda policy: (-by["right"][policy].sum(), by["nats"][policy].mean()))
     lines = [
         "Five facts such as “The secret pass code of the harbour is 7294.” are hidden in source code, one at a time.",
         "The text is read whole, keys are evicted, and only then the question is asked: no policy can know it.",

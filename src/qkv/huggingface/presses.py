@@ -52,7 +52,8 @@ class Press(Evicting):
     inputs: Inputs | None = None
     """None for a model that is not one of Hugging Face: then a press has only keys and values."""
     hidden: Float[Tensor, "b seen width"] | None = None
-    """The input of the attention module for all tokens so far, also of those whose keys were evicted."""
+    """The input of the attention module for all tokens so far, also of those whose keys were evicted; all tokens of a
+    text that the model read whole, if they are added in parts."""
     layer = 0
 
     def __init__(self, keys: int, recent: int | None = None) -> None:
@@ -85,9 +86,8 @@ class Press(Evicting):
             return
         n, new = step.k.shape[2], self.inputs.hidden[self.layer]
         assert new is not None
-        if new.shape[1] != n:  # these tokens are a part of the text that the model read
-            new = new[:, self.seen : self.seen + n]
-        self.hidden = new if self.hidden is None else torch.cat([self.hidden, new], 1)
+        before = None if new.shape[1] != n else self.hidden
+        self.hidden = new if before is None else torch.cat([before, new], 1)
 
     def worth(self, held: Held) -> Tensor:
         order, n = held.positions.argsort(-1), held.positions.shape[2]
@@ -98,8 +98,8 @@ class Press(Evicting):
         if self.inputs is not None and self.hidden is not None:
             hidden = self.hidden[:, : held.seen]
             if self.inputs.rotary is not None:
-                at = torch.arange(held.seen, device=hidden.device).expand(len(hidden), -1)
-                more["position_embeddings"] = self.inputs.rotary(hidden, at)
+                at = torch.arange(held.seen, device=hidden.device)[None]
+                more["position_embeddings"] = self.inputs.rotary(hidden[:1], at)
         self.press.compression_ratio = 1 - (min(self.keys, n - 1) + 0.5) / n  # kvpress rounds the number kept down
         wants = ""
         if module is None:
