@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -31,7 +32,18 @@ from qkv.masks import Causal, Dense, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
 from qkv.models.pretrained import from_weights, tell_rotary
-from qkv.profiler.analyses.eviction import FACTS, Eviction, eviction, expiry, mass_lost, nats_of, needle
+from qkv.profiler.analyses.eviction import (
+    FACTS,
+    Eviction,
+    divided,
+    eviction,
+    expiry,
+    held_keys,
+    layer_costs,
+    mass_lost,
+    nats_of,
+    needle,
+)
 from qkv.profiler.capture.datasets import calls_of
 
 FIRST = 2
@@ -269,6 +281,57 @@ def test_a_hidden_fact_is_asked_for_after_the_text_was_evicted() -> None:
         assert (abs(here[few]["nats"] - expected) > 1e-4).all()
         np.testing.assert_allclose(here[~few]["nats"], [expected] * (1 + len(policies)), rtol=1e-5)
         assert set(here[~few]["right"]) == {bool((logits.argmax(-1) == text[0, -5:]).all())}
+
+
+@torch.no_grad()
+def test_the_cost_of_a_layer_is_the_change_of_its_output_beside_the_residual_stream() -> None:
+    lm, ids = hf.build("llama", suffix="ForCausalLM").double(), hf.inputs("llama", batch=1)["input_ids"]
+    caches = list(policies_of(["sinks", "knorm"], 7, FIRST).values())
+    found = layer_costs(lm, ids, caches, lambda *done, **notes: None)
+    residual = lm(ids, output_hidden_states=True).hidden_states
+    for at, seen in enumerate(calls_of(lm, {"input_ids": ids})):
+        given, project = seen.call.user, lm.model.layers[at].self_attn.o_proj
+        for column, cache in enumerate(caches):
+            masks = (given.mask, given.mask & held_keys(seen.call, cache.fresh()))
+            whole, less = (
+                project(oracle(given.q, given.k, given.v, mask=mask)[0].transpose(1, 2).flatten(2)) for mask in masks
+            )
+            share = (whole - less).square().sum(-1) / residual[at].square().sum(-1)
+            assert found[at, column] == pytest.approx(float(share.mean()), rel=1e-9)
+
+
+def test_keys_are_divided_so_that_convex_costs_are_least() -> None:
+    rng = np.random.default_rng(2)
+    slopes = -np.sort(rng.random((3, 2)), axis=1)[:, ::-1]
+    costs = np.stack([-slopes.sum(1), -slopes[:, 1]], 1)  # with 2, 8 and 32 keys, equally far apart in logarithms
+    every = np.array([keys for keys in itertools.product(range(2, 33), repeat=3) if sum(keys) == 30])
+    total = sum(np.interp(np.log(every[:, i]), np.log([2, 8, 32]), [*costs[i], 0]) for i in range(3))
+    keys = divided(costs, [2, 8], 32, 10)
+    assert sum(keys) == 30
+    best = every[int(np.argmin(total))].tolist()
+    assert total[every.tolist().index(keys)] == pytest.approx(total.min(), abs=1e-9), (keys, best)
+
+
+def test_advised_budgets_are_measured_on_other_texts_and_taken_by_generation() -> None:
+    lm, ids = hf.build("llama", suffix="ForCausalLM").double(), hf.inputs("llama", batch=3)["input_ids"]
+    found = eviction(lm, ids, policies=["knorm"], budgets=[10], advise=True, progress=False)
+    assert found.loss is not None
+    [advice] = found.attrs["advice"]
+    keys, layers = advice["keys"], len(lm.model.layers)
+    assert (sum(keys), len(keys), found.attrs["texts"]) == (10 * layers, layers, 2)
+    [cache] = policies_of(["knorm"], 10).values()
+    nats = nats_of(lm, ids[1:], [cache.resized(one) for one in keys], lambda tokens: None)
+    measured = found.loss.set_index("policy")["nats"]
+    assert measured["knorm advised"] == pytest.approx(sum(nats) / (2 * (ids.shape[1] - 1)), rel=1e-9)
+    assert measured["knorm advised"] != measured["knorm"]
+    with evicting(lm, "knorm", keys) as held:
+        lm.generate(ids[:1], past_key_values=held, do_sample=False, max_new_tokens=3)
+    assert [layer.held.length for layer in held.layers] == keys
+    with pytest.raises(qkv.InputError, match="keys has 1 numbers, expected"), evicting(lm, "knorm", [10]):
+        pass
+    for texts, policy, match in ((ids[:1], "knorm", "expected several"), (ids, "pyramid", "divides keys itself")):
+        with pytest.raises(qkv.InputError, match=match):
+            eviction(lm, texts, policies=[policy], budgets=[10], advise=True, progress=False)
 
 
 @pytest.fixture

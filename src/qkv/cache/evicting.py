@@ -98,6 +98,8 @@ class Evicting(Cache):
     """The largest number of last keys that are kept for their age, if `recent` is not given."""
     rotary: Rotary | None = None
     """What has rotated the queries, if they come rotated and the policy needs them as they were before."""
+    layer_keys: Sequence[int] | None = None
+    """The number of keys of each layer, if `for_layers` shall not divide them."""
     evicted: Int[Tensor, "b hkv 1"] | None = None
     """Positions of the keys that the last token evicted, if it came alone."""
 
@@ -128,7 +130,17 @@ class Evicting(Cache):
 
     def for_layers(self, layers: int) -> list[Self]:
         """Empty caches of this policy, one for each layer."""
-        return [self.fresh(keys) for keys in self.budgets(layers)]
+        if self.layer_keys is None:
+            return [self.fresh(keys) for keys in self.budgets(layers)]
+        if len(self.layer_keys) != layers:
+            raise InputError(f"keys has {len(self.layer_keys)} numbers, expected {layers}, one for each layer")
+        return [self.resized(keys) for keys in self.layer_keys]
+
+    def resized(self, keys: int) -> Self:
+        """An empty cache of this policy with another budget, divided as in `of_budget`."""
+        made = self.fresh(keys)
+        made.recent = type(self).of_budget(keys).recent
+        return made
 
     def fresh(self, keys: int | None = None) -> Self:
         """An empty cache of this policy, of another size if `keys` is given."""
@@ -384,7 +396,11 @@ class HeavyHitters(Evicting):
     def __init__(self, heavy: int, recent: int) -> None:
         at_least_one("HeavyHitters", heavy=heavy, recent=recent)
         super().__init__(heavy + recent, recent)
-        self.heavy = heavy
+
+    @property
+    def heavy(self) -> int:
+        """Keys that are kept for their attention."""
+        return self.keys - self.recent
 
     @classmethod
     def of_budget(cls, keys: int) -> Self:

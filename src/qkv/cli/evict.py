@@ -33,6 +33,7 @@ def evict(
     budgets: Annotated[str, arg(metavar="32,64,128")] = "32,64,128,256",
     policies: Annotated[str, arg(metavar="window,sinks,…")] = "window,sinks,heavy",
     first: Annotated[int, arg(metavar="N")] = 4,
+    advise: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     run: bool = True,
     needle: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     out: Annotated[Path, arg(metavar="DIR")] = Path("qkv-evict"),
@@ -60,6 +61,8 @@ def evict(
 
     qkv evict smollm2 --needle --policies sinks,snapkv,expected --budgets 512,1024
 
+    qkv evict smollm2 --policies sinks,heavy --advise    (also with a budget for each layer)
+
     qkv evict smollm2 --policies snapkv,kvpress:CUR,kvpress:LagKV --budgets 128,256
 
     qkv evict gpt2 --policies window,sinks         (a model from the Hugging Face hub)
@@ -71,6 +74,8 @@ def evict(
         budgets: Cache sizes: numbers of keys kept in each layer.
         policies: Eviction policies to compare.
         first: How many keys at the start of the text the policy "sinks" keeps.
+        advise: Divide each budget among the layers by what evicted keys change in the first text, and measure "sinks
+            advised" beside "sinks" with the other texts. The budgets are in eviction.json.
         run: Also run the model with each cache and measure its loss. Models of qkv use real caches, if there are any;
             otherwise masks keep the same keys (in sinks without rotating keys by their slot in the cache).
         needle: Instead hide a fact in the text (4,096 tokens if you give none), evict keys, and ask for the fact: five
@@ -86,8 +91,8 @@ def evict(
     several = given.is_default and not needle
     if given.is_default:
         given = replace(given, tokens=NEEDLE_TOKENS if needle else DEFAULT_TOKENS)
-    if needle and (given.more or given.files):
-        raise InputError("several texts and --needle are given, expected one of them")
+    if needle and (advise or given.more or given.files):
+        raise InputError(f"{'--advise' if advise else 'several texts'} and --needle are given, expected one of them")
     with folder(out, resumes=True):
         loaded, inputs = given.load_texts(head=run or needle)
         if several and loaded.tokenizer is not None and loaded.sample is None:
@@ -104,7 +109,9 @@ def evict(
             figures = {"needle.png": needle_figure(hidden)}
         else:
             counted = loaded.asked if inputs is loaded.sample else None
-            found = eviction.eviction(loaded.model, inputs, run=run, counted=counted, folder=out, **options)
+            found = eviction.eviction(
+                loaded.model, inputs, advise=advise, run=run, counted=counted, folder=out, **options
+            )
             _show(found)
             files = found.save(out)
             figures = {"eviction.png": budget_figure(found), "heads.png": heads_figure(found)}

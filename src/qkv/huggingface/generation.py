@@ -74,7 +74,9 @@ class EvictingCache(Cache):  # type: ignore[misc]
 
 
 @contextmanager
-def evicting(model: nn.Module, policy: str | type[Evicting], keys: int, *, first: int = FIRST) -> Iterator[Cache]:
+def evicting(
+    model: nn.Module, policy: str | type[Evicting], keys: int | Sequence[int], *, first: int = FIRST
+) -> Iterator[Cache]:
     """Inside, the model attends through the cache of transformers that is yielded.
 
     Pass it as ``past_key_values``, which is called ``cache`` since transformers 5.24. A prompt is read whole; after it,
@@ -86,7 +88,8 @@ def evicting(model: nn.Module, policy: str | type[Evicting], keys: int, *, first
         model: a causal language model of Hugging Face, in evaluation mode. Texts of one batch have the same length.
         policy: a name (window, sinks, heavy, snapkv, pyramid, tova, keydiff, knorm, expected, or one that an installed
             package registers), or a subclass of `qkv.cache.Evicting`.
-        keys: how many keys each key head of a layer holds; in "pyramid" the mean over layers.
+        keys: how many keys each key head of a layer holds; in "pyramid" the mean over layers. Or one number for each
+            layer, such as `qkv.profiler.eviction` advises.
         first: number of first keys that "sinks" keeps.
 
     Yields:
@@ -104,7 +107,10 @@ def evicting(model: nn.Module, policy: str | type[Evicting], keys: int, *, first
     >>> text.shape, cache.get_seq_length(), cache.layers[0].held.length
     (torch.Size([1, 25]), 24, 8)
     """
-    [made] = policies_of([policy], keys, first).values()
+    of_layers = keys if isinstance(keys, Sequence) else None
+    least = keys if not isinstance(keys, Sequence) else min(keys, default=0)
+    [made] = policies_of([policy], least, first).values()
+    made.layer_keys = of_layers
     tell_rotary(model, [made])
     with presses_of(model, [made]), attending_through(model, made.for_layers(layers_of(model))) as cache:
         yield cache

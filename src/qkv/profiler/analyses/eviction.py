@@ -19,11 +19,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import xxhash
 from jaxtyping import Float, Int
@@ -51,6 +53,7 @@ from qkv.profiler.capture.datasets import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, texts_of, vocabulary
 from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.capture.record import ObservedCall
+from qkv.profiler.capture.residual import attention_modules, layer_around
 from qkv.profiler.data.frames import confidence
 from qkv.statistics.measure import in_shares, row_state, sweep
 
@@ -113,6 +116,7 @@ def eviction(
     budgets: Sequence[int] = (32, 64, 128, 256),
     policies: Sequence[str | type[Evicting]] = BUILT_IN,
     first: int = 4,
+    advise: bool = False,
     run: bool = True,
     counted: Collection[int] | None = None,
     tokenizer: Any = None,
@@ -135,6 +139,9 @@ def eviction(
             ``expected``, ``kvpress:NAME`` (the score of a press of NVIDIA's kvpress), names registered by installed
             packages, and subclasses of `qkv.cache.Evicting`.
         first: number of first keys that ``sinks`` keeps.
+        advise: read the first text with the full cache, and divide each budget among layers by what the policy changes
+            there. The other texts measure "sinks advised" beside "sinks". ``attrs["advice"]`` has the keys of each
+            layer, which `qkv.huggingface.evicting` takes.
         run: also run the model, to measure its loss.
         counted: positions of the tokens whose loss counts; all but the first of each text if None.
         tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
@@ -158,6 +165,13 @@ def eviction(
     mode = run_mode(model) if run else None  # raises before anything is computed
     tell_rotary(model, settings.values())
     texts = list(_texts(model, inputs, tokenizer))
+    read = texts[0][:1]
+    if advise:
+        texts = [ids for ids in (texts[0][1:], *texts[1:]) if len(ids)]
+        if not texts:
+            raise InputError(
+                "inputs is one text, expected several: advise reads the first, and measures with the others"
+            )
     lengths = [ids.shape[1] for ids in texts for _ in ids]
     if counted is not None and (not counted or min(counted) < 1 or max(counted) >= min(lengths)):
         raise InputError(f"counted is {sorted(counted)}, expected positions from 1 to {min(lengths) - 1}")
@@ -166,11 +180,13 @@ def eviction(
     kept = Kept(None if folder is None else Path(folder) / PROGRESS, ("key", "policy", "budget", "part"), "value")
     begin = "" if folder is None else f"{weights_hash(model)}:{first}:{None if counted is None else sorted(counted)}:"
     lost: dict[tuple[str, int, int], Tensor] = {}
-    nats: dict[Setting | None, list[float]] = {setting: [] for setting in (None, *settings)}
-    evicting: dict[Setting, bool] = dict.fromkeys(settings, False)
     work = [ids.shape[1] for ids in texts]
-    work += [*work, lengths[0]] * len(nats) if run else []
+    work += [*work, lengths[0]] * (1 + len(settings) * (1 + advise)) if run else []
     with presses_of(model, settings.values()), bar("evicting", "tokens", sum(work), show=progress) as step:
+        advice = _advice(model, read, settings, step) if advise else {}
+        settings |= {(f"{name} advised", budget): cache for (name, budget), cache in advice.items()}
+        nats: dict[Setting | None, list[float]] = {setting: [] for setting in (None, *settings)}
+        evicting: dict[Setting, bool] = dict.fromkeys(settings, False)
         for ids in texts:
             key = begin + xxhash.xxh3_128_hexdigest(ids.cpu().contiguous().numpy().data)
             missing = {one: cache for one, cache in settings.items() if (key, *one, "lost") not in kept.rows}
@@ -213,6 +229,10 @@ def eviction(
     counts = [n - 1 if counted is None else len(counted) for n in lengths]
     loss = _loss_table(nats, counts, costs) if run else None
     attrs["policies"] = {name: cache.meaning for (name, _), cache in settings.items()}
+    if advise:
+        attrs["advice"] = [
+            {"policy": name, "budget": budget, "keys": cache.layer_keys} for (name, budget), cache in advice.items()
+        ]
     return Eviction(_mass_table(lost, sum(lengths), list(settings)), loss, attrs)
 
 
@@ -425,6 +445,99 @@ def expiry(call: Call, cache: Evicting) -> Int[Tensor, "b hkv nk"]:
     return ends
 
 
+# --- budgets for each layer -------------------------------------------------------------------------------------------
+
+TIMES = (0.25, 0.5, 1, 2, 4)
+"""At these multiples of a budget the cost of a layer is measured; no layer gets less than the first."""
+
+
+def _advice(model: nn.Module, ids: Tensor, settings: Mapping[Setting, Evicting], step: Step) -> dict[Setting, Evicting]:
+    """The policy of each setting with a budget for each layer."""
+    found, n = dict[Setting, Evicting](), ids.shape[1]
+    for (name, budget), cache in settings.items():
+        if len({*cache.budgets(3)}) > 1:
+            raise InputError(
+                f"policies has {name!r}, which divides keys itself, expected policies whose layers hold as many keys"
+            )
+        least = max(budget // 4, min(budget, 8))
+        grid = sorted({max(least, round(budget * times)) for times in TIMES if budget * times < n})
+        costs = layer_costs(model, ids, [cache.resized(keys) for keys in grid], step)
+        found[name, budget] = advised = cache.fresh()
+        advised.layer_keys = divided(costs, grid, n, budget)
+        advised.meaning = f"{cache.meaning}; budgets for each layer"
+    return found
+
+
+def divided(costs: Float[np.ndarray, "layers grid"], grid: Sequence[int], n: int, mean: int) -> list[int]:
+    """Numbers of keys with this mean: one at a time goes to the layer whose cost it lowers most.
+
+    Costs are interpolated over the logarithm of the number of keys; with all n keys they are 0.
+
+    >>> divided(np.array([[4.0, 2.0], [1.0, 0.5]]), [2, 8], 32, 8)
+    [13, 3]
+    """
+    at = np.arange(grid[0], n + 1)
+    known = np.log([*grid, n])
+    saved = -np.diff([np.interp(np.log(at), known, [*row, 0.0]) for row in costs], append=np.inf)
+    keys, every = np.full(len(costs), grid[0]), np.arange(len(costs))
+    for _ in range(mean * len(costs) - int(keys.sum())):
+        keys[saved[every, keys - grid[0]].argmax()] += 1
+    return [int(one) for one in keys]
+
+
+@torch.no_grad()
+def layer_costs(
+    model: nn.Module, ids: Int[Tensor, "1 n"], caches: Sequence[Evicting], step: Step
+) -> Float[np.ndarray, "layers caches"]:
+    """How much the output of each attention module changes if its layer alone evicts: Σ(Δ output)² / Σ(residual)².
+
+    The mean over queries, in one forward of the model with all keys. Layer i sees the residual stream of that forward.
+    """
+    names = attention_modules(model)
+    around = [layer_around(name, names, model) for name in names]
+    if not names or None in around or len({*around}) < len(around):
+        raise InputError(f"model {type(model).__name__} has layers that advise cannot tell apart, expected a decoder")
+    costs, sizes = np.zeros((len(names), len(caches))), dict[int, Tensor]()
+    held = list(zip(*(cache.for_layers(len(names)) for cache in caches), strict=True))
+
+    def enter(at: int, got: tuple[Any, ...], named: dict[str, Any]) -> None:
+        sizes[at] = (got[0] if got else named["hidden_states"]).double().square().sum(-1)
+
+    def leave(at: int, module: nn.Module, got: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+        for column, cache in enumerate(held[at]):
+            with changing(partial(_restricted, cache)):
+                change = _output(module.forward(*got, **named)) - _output(out)
+            costs[at, column] = float((change.double().square().sum(-1) / sizes[at]).mean())
+        step(0, note=f"layer {at + 1} of {len(names)}")
+
+    with ExitStack() as hooks:
+        for at, (name, layer) in enumerate(zip(names, around, strict=True)):
+            inside, outside = model.get_submodule(name), model.get_submodule(layer or "")
+            hooks.enter_context(outside.register_forward_pre_hook(
+                lambda _, *given, at=at: enter(at, *given), with_kwargs=True
+            ))  # fmt: skip
+            hooks.enter_context(inside.register_forward_hook(
+                lambda *given, at=at: leave(at, *given), with_kwargs=True
+            ))  # fmt: skip
+        hooks.enter_context(evaluation_mode(model))
+        hooks.enter_context(nullcontext() if isinstance(model, DecoderLM) else routed(model, attend))
+        [batch] = batches(model, ids, None, None)
+        model(**batch)
+    return costs
+
+
+def _restricted(cache: Evicting, call: Call) -> Call:
+    """The call with the keys that an empty cache would hold, if it is one of the model's causal layers."""
+    if call.mask is None or attending() is not None:  # a cache that finds what it would hold
+        return call
+    return replace(call, mask=call.mask & held_keys(call, cache.fresh()))
+
+
+def _output(found: Any) -> Tensor:
+    out: Tensor = found[0] if isinstance(found, tuple) else found
+    return out
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -539,9 +652,9 @@ def _under_masks(model: nn.Module, ids: Tensor, caches: Sequence[Evicting] | Non
     layers = iter(caches or ())
 
     def restricted(call: Call) -> Call:
-        if caches is None or call.mask is None or attending() is not None:  # a cache that finds what it would hold
+        if caches is None or call.mask is None or attending() is not None:
             return call
-        return replace(call, mask=call.mask & held_keys(call, next(layers)))
+        return _restricted(next(layers), call)
 
     with changing(restricted), routed(model, attend):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
