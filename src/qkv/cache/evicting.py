@@ -167,7 +167,7 @@ class Evicting(Cache):
     def read(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The output of several new tokens as `attend` returns it, without adding them."""
         self._checked_signature(attention, q, k, v)
-        step = Step(attention, as_mask(attention.mask) or Causal(), q, k, v, None, None, None)
+        step = Step(attention, as_mask(attention.mask) or Causal(), q, k, v, None, None, None, None)
         whole = self._joined(k, v, q.shape[1])
         out: Tensor = step.attend(step.own, q, whole["keys"], whole["values"])
         return out
