@@ -105,8 +105,8 @@ def errors(loaded: Loaded, passages: int, prompts: int, *, own: bool, words: int
                 kept.put({(number,): answered(loaded, passages, number, own=own, words=words)})
             step(1)
     found = [kept.rows[number,] for number in range(prompts)]
-    threshold = readers_of(loaded.model, loaded.tokenizer, progress=False).threshold
-    none = [_alarm(one["sentences"][0], threshold) for one in found if one["holds"] is None]
+    readers = readers_of(loaded.model, loaded.tokenizer, progress=False)
+    none = [readers.none(one["sentences"][0]["passages"]) for one in found if one["holds"] is None]
     one_holds = [one for one in found if one["holds"] is not None]
     # the first sentence that says what the passage says
     says = [next((x for x in one["sentences"] if x["states"]), None) for one in one_holds]
@@ -116,16 +116,12 @@ def errors(loaded: Loaded, passages: int, prompts: int, *, own: bool, words: int
     print(f"{passages} passages, {min(tokens):,} to {max(tokens):,} tokens, answers {whose}")
     print(f"  a sentence states what the passage says: {share([x is not None for x in says])}; of these sentences")
     print(f"    the passage that holds it has the largest share: {share([_most(x) == at for at, x in pairs])}")
-    print(f"    the verdict is “no passage” (false alarms): {share([_alarm(x, threshold) for _, x in pairs])}")
+    print(f"    the verdict is “no passage” (false alarms): {share([readers.none(x['passages']) for _, x in pairs])}")
     print(f"  no passage holds the answer, and the verdict on the first sentence is “no passage”: {share(none)}")
 
 
 def _most(sentence: dict[str, Any]) -> int:
     return int(np.argmax(sentence["passages"]))
-
-
-def _alarm(sentence: dict[str, Any], threshold: float) -> bool:
-    return max(sentence["passages"]) < threshold
 
 
 def effects(loaded: Loaded, passages: int, prompts: int) -> None:

@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 PASSAGES = ["Anna keeps the red key .", "Boris owns 3 blue boats .", "Clara sold 12 green lamps ."]
 QUESTION = "How many boats ?"
-READERS = Readers([(0, 1)], 0.2, 1.0, 1.0, 0.0, "")
+READERS = Readers([(0, 1)], 0.2, 0.2, 1.0, 1.0, 0.0, "")
 TEMPLATE = "{% for m in messages %}user : {{ m.content }}{% endfor %} assistant :"
 
 
@@ -93,7 +93,7 @@ def test_the_planted_head_reads_the_passage_of_each_sentence(planted: Any, token
 
 def test_shares_of_the_cached_rows_are_those_of_one_forward(tokenizer: Any) -> None:
     model, answer = llama(tokenizer, 2), "Boris owns boats"
-    readers = Readers([(1, 0)], 0.2, 1.0, 1.0, 0.0, "")
+    readers = Readers([(1, 0)], 0.2, 0.2, 1.0, 1.0, 0.0, "")
     found = read(model, tokenizer, answer, readers=readers)
     asked = analysis._Prompt.of(tokenizer, PASSAGES, QUESTION)
     assert tokenizer.decode(asked.ids[asked.passages[1]]) == PASSAGES[1]

@@ -76,8 +76,9 @@ class Readers:
     heads: list[tuple[int, int]]
     """(layer, head), the best first."""
     threshold: float
-    """If no passage has so large a share, none was read. Where none holds the answer, heads look for it in all of them,
-    so their sum would mislead."""
+    """If all passages together have a smaller share, and none has `largest`, no passage was read."""
+    largest: float
+    """Heads that look for an answer in all passages give none of them so large a share."""
     right: float
     """How often the largest share was that of the passage which holds the answer, of the prompts of the test."""
     found: float
@@ -86,6 +87,10 @@ class Readers:
     """How often the verdict was "no passage" where a passage holds it."""
     fingerprint: str
     """The hash of the model's weights."""
+
+    def none(self, shares: Sequence[float]) -> bool:
+        """Whether these shares of the passages say that none was read."""
+        return sum(shares) < self.threshold and max(shares) < self.largest
 
     def described(self) -> str:
         """The heads, and how well they told passages apart, in words."""
@@ -103,7 +108,7 @@ class Sources:
     """Which passages each sentence of an answer was read from.
 
     >>> import pandas as pd
-    >>> readers = Readers([(0, 1)], 0.25, 1.0, 1.0, 0.0, "")
+    >>> readers = Readers([(0, 1)], 0.25, 0.1, 1.0, 1.0, 0.0, "")
     >>> sentences = pd.DataFrame({"text": ["It is 7."], "read": [1], "sink": [0.2]})
     >>> table = pd.DataFrame({"sentence": [0, 0], "passage": [0, 1], "share": [0.1, 0.5]})
     >>> Sources("tiny", ["A", "B"], "What?", "It is 7.", table, sentences, readers).verdict(0)
@@ -179,7 +184,7 @@ class Sources:
 
 def _readers(found: Mapping[str, Any]) -> Readers:
     heads = [(int(layer), int(head)) for layer, head in found["heads"]]
-    numbers = {name: float(found[name]) for name in ("threshold", "right", "found", "false_alarms")}
+    numbers = {name: float(found[name]) for name in ("threshold", "largest", "right", "found", "false_alarms")}
     return Readers(heads, **numbers, fingerprint=str(found["fingerprint"]))
 
 
@@ -394,7 +399,7 @@ def _result(
             cost = {kind: float(values[at, mine].sum()) for kind, values in effects.items()}
             rows.append({"sentence": number, "passage": at, "share": mean[at]} | cost)
         most = int(np.argmax(mean[:n]))
-        read = most if mean[most] >= readers.threshold else -1
+        read = -1 if readers.none(mean[:n]) else most
         sentences.append({"text": text, "read": read} | dict(zip(OTHERS, mean[n:], strict=True)))
     answer = tokenizer.decode(ids, skip_special_tokens=True)
     return Sources(name, passages, question, answer, pd.DataFrame(rows), pd.DataFrame(sentences), readers)
@@ -459,10 +464,10 @@ def calibrate(model: nn.Module, tokenizer: Any, *, fingerprint: str = "", progre
         places = list(everywhere(model, "zero"))
     best = _best(halves[0])
     chosen, tested = ([(shares[best].mean(0), holds) for shares, holds in half] for half in halves)
-    most = np.array([float(shares.max()) for shares, _ in chosen])
-    threshold = _threshold(most[:ANSWERED], most[ANSWERED:])
+    total, most = (np.array([float(of(shares)) for shares, _ in chosen]) for of in (torch.sum, torch.max))
+    threshold, largest = (_threshold(values[:ANSWERED], values[ANSWERED:]) for values in (total, most))
     right = np.mean([int(shares.argmax()) == holds for shares, holds in tested[:ANSWERED]])
-    none = np.array([float(shares.max()) < threshold for shares, _ in tested])
+    none = np.array([float(shares.sum()) < threshold and float(shares.max()) < largest for shares, _ in tested])
     if right < LEAST_RIGHT:
         raise InputError(
             f"model {type(model).__name__}: the heads that read passages best name the right one in {right:.0%} of "
@@ -470,7 +475,13 @@ def calibrate(model: nn.Module, tokenizer: Any, *, fingerprint: str = "", progre
         )
     heads = [(int(places[at][1]), int(places[at][2])) for at in best.tolist()]
     return Readers(
-        heads, threshold, float(right), float(none[ANSWERED:].mean()), float(none[:ANSWERED].mean()), fingerprint
+        heads,
+        threshold,
+        largest,
+        float(right),
+        float(none[ANSWERED:].mean()),
+        float(none[:ANSWERED].mean()),
+        fingerprint,
     )
 
 
