@@ -464,7 +464,7 @@ def _advice(model: nn.Module, ids: Tensor, settings: Mapping[Setting, Evicting],
         costs = layer_costs(model, ids, [cache.resized(keys) for keys in grid], step)
         found[name, budget] = advised = cache.fresh()
         advised.layer_keys = divided(costs, grid, n, budget)
-        advised.meaning = f"{cache.meaning}; budgets for each layer"
+        advised.meaning = "budgets for each layer"
     return found
 
 
