@@ -442,6 +442,34 @@ def test_self_attention_is_told_by_its_states_where_a_model_reads_two(n: int) ->
     np.testing.assert_allclose(profile.group("self")["weights"][:, 0], expected, atol=1e-6)
 
 
+class WindowsAfterHeads(nn.Module):
+    """(batch, heads, windows, tokens, features), as in Hiera."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.qkv, self.split = nn.Linear(16, 48), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.qkv(x).unflatten(-1, (3, self.split, -1)).unflatten(1, (-1, 3)).permute(3, 0, 4, 2, 1, 5)
+        return F.scaled_dot_product_attention(*x).transpose(1, 3).flatten(3).flatten(1, 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [1, 2])
+def test_heads_before_windows_are_told(heads: int) -> None:
+    torch.manual_seed(0)
+    model, x = WindowsAfterHeads(heads), torch.randn(2, 12, 16)
+    want, (q, k, _) = model(x), model.qkv(x).chunk(3, -1)
+    q, k = (y.unflatten(-1, (heads, -1)).unflatten(1, (4, 3)).permute(0, 2, 3, 1, 4) for y in (q, k))
+    weights = (q @ k.mT / (16 // heads) ** 0.5).softmax(-1).flatten(0, 1)
+    with qkv.watch(model) as watched:
+        assert torch.equal(model(x), want)
+    for found in (watched.profile(), qkv.profile(model, {"x": x}, progress=False)):
+        np.testing.assert_allclose(found.data["weights"].values[:, 0], weights, atol=1e-6)
+    with qkv.edit(model, {(0, 0): "zero"}):
+        assert torch.allclose(model(x), want) is False
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_padding_of_torchs_encoder_is_no_text(dtype: torch.dtype) -> None:

@@ -28,7 +28,7 @@ from qkv.profiler.capture.caches import Installed, overridden
 from qkv.profiler.capture.calls import chunked, multi_head_arguments, of_fast_path, of_multi_head, of_sdpa, real_keys
 from qkv.profiler.capture.interventions import ACTIVE
 from qkv.profiler.capture.receiver import Receiver
-from qkv.profiler.capture.tracing import Found, Tracer, call_of
+from qkv.profiler.capture.tracing import FEATURES, UNKNOWN, Found, Tracer, call_of
 
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
 FAST_PATHS = {
@@ -36,6 +36,7 @@ FAST_PATHS = {
     torch._transformer_encoder_layer_fwd: nn.TransformerEncoderLayer.forward.__code__,
 }
 """Functions that compute a module of torch at once, and the code that calls them."""
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")  # of SDPA
 _ENCODER = nn.TransformerEncoder.forward.__code__
 SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "nhead", "heads")
@@ -137,18 +138,8 @@ class Intercept(TorchFunctionMode):
                     f"its queries have shape {tuple(query.shape)}, and {NO_HEADS}"
                 )  # maybe (batch · heads)
             elif module is not None:
-                self._deliver()
-                call, shape = of_sdpa(heads, *args, **kwargs)
-                if self.beside:
-                    out = func(*args, **kwargs)
-                    mine = out.reshape(*call.q.shape[:3], call.v.shape[3])
-                    made = self.on_call(self.names[id(module)], "sdpa", call, Result(mine))
-                    return out if made.out is mine else made.out.reshape(out.shape)
-                result = self.on_call(self.names[id(module)], "sdpa", call)
-                self.observer.checks.of_torch(
-                    self.names[id(module)], lambda: func(*args, **kwargs).reshape(result.out.shape), result
-                )
-                return result.out.reshape(shape)
+                at = -3 if query.ndim <= 4 else self._head_dimension(query, heads)
+                return None if at is None else self._sdpa(self.names[id(module)], heads, at, args, kwargs)
         elif func is MULTI_HEAD and (module := self._module()) is not None:
             self._deliver()
             multi_head = of_multi_head(*args, **kwargs)
@@ -168,6 +159,48 @@ class Intercept(TorchFunctionMode):
         elif func in SOFTMAX:
             self._softmax(*args, **kwargs)
         return None
+
+    def _head_dimension(self, query: Tensor, heads: int | None) -> int | None:
+        """Which of the first dimensions of queries are heads; they are unreadable if it cannot be told."""
+        dims = self.tracer.of(query).dims[:-2]
+        known = [i for i, own in enumerate(dims) if any(f.origin == FEATURES and f.size > 1 for f in own)]
+        if any(f.origin == UNKNOWN for own in dims for f in own) or len(known) > 1:
+            known = [i for i, n in enumerate(query.shape[:-2]) if i > 0 and n == heads]
+        elif not known:  # there is one head
+            known = [i for i, n in enumerate(query.shape[:-2]) if i > 0 and n == 1][:1]
+        if len(known) == 1 and heads in (None, query.shape[known[0]]):
+            return known[0]
+        self._cannot_read(
+            f"its queries have shape {tuple(query.shape)}, and which of its dimensions are heads cannot be told"
+            + ("; set its attribute num_heads" if heads is None else f" for its {heads} heads")
+        )
+        return None
+
+    def _sdpa(
+        self, name: str, heads: int | None, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:  # fmt: skip
+        """The result of `scaled_dot_product_attention`, whose dimension `at` is that of the heads."""
+        self._deliver()
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        n = given["query"].ndim
+
+        def moved(x: Tensor, before: int, after: int) -> Tensor:
+            return x if at % n == n - 3 else x.movedim(before, after)
+
+        given |= {m: moved(given[m], at, -3) for m in ("query", "key", "value")}
+        if (mask := given.get("attn_mask")) is not None and mask.ndim > 2:
+            given["attn_mask"] = moved(mask[(None,) * (n - mask.ndim)], at, -3) if n > 4 else mask
+        call, shape = of_sdpa(heads, **given)
+        if self.beside:
+            out: Tensor = SDPA(*args, **kwargs)
+            mine = moved(out, at, -3).reshape(*call.q.shape[:3], call.v.shape[3])
+            made = self.on_call(name, "sdpa", call, Result(mine))
+            return out if made.out is mine else moved(made.out.reshape(shape), -3, at)
+        result = self.on_call(name, "sdpa", call)
+        self.observer.checks.of_torch(
+            name, lambda: moved(SDPA(*args, **kwargs), at, -3).reshape(result.out.shape), result
+        )
+        return moved(result.out.reshape(shape), -3, at)
 
     def _edited(
         self, name: str, call: Call, arguments: dict[str, Any], given: dict[str, Any]
