@@ -51,7 +51,7 @@ def base() -> None:
     assert "<html" in Path("profile", "report.html").read_text(encoding="utf-8")
     command("map", "qkv-mini", TEXT, "--layer", "1", "--head", "2", "--out", "map.png")
     command("flow", "qkv-mini", TEXT, "--out", "flow")
-    command("evict", "qkv-mini", TEXT, "--out", "evict")
+    command("evict", "qkv-mini", TEXT, "--budgets", "6", "--out", "evict")
     command("ablate", "qkv-mini", TEXT, "--out", "ablate")
     command("generate", "qkv-mini", "class Stack:", "--tokens", "8", "--seed", "0")
     Path("notes").mkdir()

@@ -168,8 +168,11 @@ class DecoderConfig:
         >>> DecoderConfig(layers=3, window=(8, None)).windows
         (8, None, 8)
         """
+        return tuple(map(self._window_of, range(self.layers)))
+
+    def _window_of(self, layer: int) -> int | None:
         given = self.window if isinstance(self.window, tuple) else (self.window,)
-        return tuple(given[layer % len(given)] for layer in range(self.layers))
+        return given[layer % len(given)]
 
     @staticmethod
     def gpt2(**changes: Any) -> DecoderConfig:
@@ -239,7 +242,8 @@ class DecoderLM(nn.Module):
         self.sinusoid = Sinusoidal(config.d_model) if config.positions == "sinusoidal" else None
         attention, rotary = _attention(config), rotary_of(config)
         self.blocks = nn.ModuleList(
-            _block(config, replace(attention, mask=_mask(config, window)), rotary) for window in config.windows
+            _block(config, replace(attention, mask=_mask(config, config._window_of(layer))), rotary)
+            for layer in range(config.layers)  # one after the other: a file may declare any number
         )
         last = config.place == "pre"
         self.norm = make_norm(config.norm, config.d_model, config.norm_eps, bias=config.bias) if last else nn.Identity()
