@@ -79,6 +79,10 @@ class TopKeys(TensorMask):
         """The numbers of the selected keys or blocks, ascending, (b, h, queries, k); one past the last where fewer are
         visible."""
 
+    def __repr__(self) -> str:
+        blocks = f", block={self.block}" if self.block > 1 else ""
+        return f"TopKeys(k={self.k}{blocks})"
+
     def _selected(self, scores: Tensor, rows: slice, among: Mask | None, n_queries: int, n_keys: int) -> Tensor:
         """Return the selection of some queries."""
         b, h, _, units = scores.shape
