@@ -22,7 +22,7 @@ from qkv.masks import Causal, Dense, Grid, Mask, Prefix, Window
 from qkv.models.config import check_dropout, check_ids
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.block import FeedForward, TransformerBlock, make_norm
-from qkv.nn.multi_head import MultiHeadAttention
+from qkv.nn.multi_head import ForgettingAttention, MultiHeadAttention
 from qkv.normalizers import EluPlusOne, Entmax, Normalizer, ReLU, Sigmoid, Softmax, Softpick
 from qkv.positions import NTK, DynamicNTK, Learned, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
 from qkv.scores import Dot
@@ -477,7 +477,7 @@ def rotary_of(config: DecoderConfig) -> Rotary | None:
 
 
 def _block(config: DecoderConfig, attention: Attention, rotary: Rotary | None) -> TransformerBlock:
-    heads = MultiHeadAttention(
+    heads = (ForgettingAttention if config.forget else MultiHeadAttention)(
         config.d_model,
         config.heads,
         kv_heads=config.kv_heads,
@@ -485,7 +485,6 @@ def _block(config: DecoderConfig, attention: Attention, rotary: Rotary | None) -
         attention=attention if config.attention is None else copy.deepcopy(attention),
         rotary=rotary,
         qk_norm=config.qk_norm,
-        forget=bool(config.forget),
         gate=config.gate,  # type: ignore[arg-type]  # it checks
         sink="logit" if config.sink else "key" if config.key_bias else None,
         bias=config.bias if config.attention_bias is None else config.attention_bias,

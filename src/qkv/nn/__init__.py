@@ -10,13 +10,14 @@ from qkv.nn.block import FeedForward, SinkToken, TransformerBlock
 from qkv.nn.convert import from_torch, to_torch
 from qkv.nn.differential import DifferentialAttention
 from qkv.nn.latent import LatentAttention
-from qkv.nn.multi_head import Composition, LinearAttention, LinformerAttention, MultiHeadAttention
+from qkv.nn.multi_head import Composition, ForgettingAttention, LinearAttention, LinformerAttention, MultiHeadAttention
 
 __all__ = [
     "AdditiveAttention",
     "Composition",
     "DifferentialAttention",
     "FeedForward",
+    "ForgettingAttention",
     "LatentAttention",
     "LinearAttention",
     "LinformerAttention",

@@ -182,8 +182,6 @@ class MultiHeadAttention(nn.Module):
             2020, arXiv:2010.04245; with RMSNorm as in Qwen 3).
         gate: multiply the outputs of the heads by σ(x W) before the output projection: ``"elementwise"``, or one gate
             for each ``"head"`` (Qiu et al. 2025, arXiv:2505.06708).
-        forget: a forget gate for each head and token, σ(x W + b), which lowers the scores of earlier keys
-            (`qkv.biases.Forget`; Lin et al. 2025, arXiv:2503.02130). For self-attention with a causal mask.
         sink: a learned sink for each head, which takes weight and has no value: ``"logit"`` (gpt-oss,
             arXiv:2508.10925), or a ``"key"`` (Gu et al. 2025, arXiv:2410.10781).
         bias: whether projections have biases.
@@ -212,7 +210,6 @@ class MultiHeadAttention(nn.Module):
         rotary: Rotary | None = None,
         qk_norm: bool = False,
         gate: Literal["elementwise", "head"] | None = None,
-        forget: bool = False,
         sink: Literal["logit", "key"] | None = None,
         bias: bool = True,
         fused: bool = True,
@@ -256,7 +253,7 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         gates = {None: 0, "elementwise": heads * v_head_dim, "head": heads}[gate]
         self.gate = nn.Linear(d_model, gates, bias=bias) if gates else None
-        self.forget = nn.Linear(d_model, heads) if forget else None
+        self.forget: nn.Linear | None = None
         attention = attention or Attention()
         if dropout and attention.dropout_p:
             raise InputError(
@@ -270,7 +267,7 @@ class MultiHeadAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Xavier-uniform projections, each by itself, and biases 0."""
         linear = [self.in_proj] if self.fused else [self.q_proj, self.k_proj, self.v_proj]
-        for layer in (*linear, self.out_proj, *(x for x in (self.gate, self.forget) if x is not None)):
+        for layer in (*linear, self.out_proj, *([] if self.gate is None else [self.gate])):
             parts = layer.weight.split(self.widths) if self.fused and layer is linear[0] else (layer.weight,)
             for part in parts:
                 nn.init.xavier_uniform_(part)
@@ -361,7 +358,9 @@ class MultiHeadAttention(nn.Module):
         if cross and (cache is not None or self.rotary is not None):
             raise InputError("context is passed, but a cache and rotary positions are for self-attention only")
         if cross and self.forget is not None:
-            raise InputError("context is passed, but forget gates are those of the tokens of x; expected forget=False")
+            raise InputError(
+                "context is passed, but forget gates are those of the tokens of x; expected a MultiHeadAttention"
+            )
         q, k, v = self._project(x, context, value, keys_values)
         if is_causal:
             if cache is not None:
@@ -476,6 +475,30 @@ class MultiHeadAttention(nn.Module):
     def extra_repr(self) -> str:
         rotary = "" if self.rotary is None else f", rotary={self.rotary}"
         return f"d_model={self.d_model}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}{rotary}"
+
+
+class ForgettingAttention(MultiHeadAttention):
+    """`MultiHeadAttention` with a forget gate for each head and token, σ(x W + b) (Lin et al. 2025, arXiv:2503.02130).
+
+    The gates lower the scores of earlier keys (`qkv.biases.Forget`), so no other positions are needed. For
+    self-attention with a causal mask; the cache `Full` keeps the gates.
+
+    Args:
+        d_model: input and output dimension.
+        heads: query heads.
+        **options: those of `MultiHeadAttention`.
+
+    >>> import torch, qkv
+    >>> layer = ForgettingAttention(64, 8, attention=qkv.Attention(mask=qkv.masks.Causal()))
+    >>> layer(torch.randn(1, 10, 64)).shape
+    torch.Size([1, 10, 64])
+    """
+
+    def __init__(self, d_model: int, heads: int, **options: Any) -> None:
+        super().__init__(d_model, heads, **options)
+        self.forget = nn.Linear(d_model, heads)
+        nn.init.xavier_uniform_(self.forget.weight)
+        nn.init.zeros_(self.forget.bias)
 
 
 def _with_sink(attention: Attention, heads: int, head_dim: int, sink: Literal["logit", "key"] | None) -> Attention:
