@@ -403,6 +403,7 @@ def test_a_map_names_the_patches() -> None:
     )
     assert found.key_tokens(slice(7, 9)) == ["patch 0,0", "patch 0,1"]
     assert "thumbnail 1,1" in found.key_tokens()
+    assert found.key_tokens()[-1] == "?"  # the processor has the tokenizer
 
 
 def test_registers_and_class_token_of_an_encoder_are_named() -> None:

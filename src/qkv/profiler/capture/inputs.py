@@ -440,7 +440,7 @@ class Tokens:
     def __init__(self, sequences: Sequences, tokenizer: Any, group: str, processes: ProcessGroup | None = None) -> None:
         source, target = sequences.source, sequences.target if sequences.two else sequences.source
         kind = group.partition("-")[0]
-        self.tokenizer, self.reads_target = tokenizer, kind in ("decoder", "cross")
+        self.tokenizer, self.reads_target = tokenizer_of(tokenizer), kind in ("decoder", "cross")
         self.patches = sequences.patches.get(kind)
         self.queries = target if kind in ("decoder", "cross") else source
         self.keys = target if kind == "decoder" else source

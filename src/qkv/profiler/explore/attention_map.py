@@ -22,7 +22,6 @@ from qkv.profiler.capture.inputs import (
     nan_error,
     of_transformers,
     sequences_of,
-    tokenizer_of,
 )
 from qkv.profiler.capture.patches import patches_of
 from qkv.profiler.capture.record import ObservedCall
@@ -143,13 +142,13 @@ def attention_map(
     ((4, 4), ['<s>', 'def'])
     """
     loaded = load_if_named(model, tokenizer, name, inputs=inputs)
-    model, processor, tokenizer = loaded.model, loaded.tokenizer, tokenizer_of(loaded.tokenizer)
+    model, tokenizer = loaded.model, loaded.tokenizer
     if not isinstance(inputs, str | Tensor | Mapping):
         raise InputError(f"inputs is {type(inputs).__name__}, expected one text, token ids, or a mapping of tensors")
     batch = next(iter(batches(model, inputs, tokenizer, target)))
     sequences = sequences_of(model, batch)
     with suppress(InputError):  # keys of images have the names of tokens then
-        sequences = replace(sequences, patches=patches_of(model, batch, processor))
+        sequences = replace(sequences, patches=patches_of(model, batch, tokenizer))
     likely = group or _only_group(model, sequences)
     try:
         calls = calls_of(model, batch, layers={layer}, group=likely)
