@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from qkv import ring
 from qkv._packages import user_frame
 from qkv.errors import InputError
-from qkv.huggingface.attention import MASKED, modules_of
+from qkv.huggingface.attention import MASKED
 from qkv.profiler.capture.patches import Patches
 
 
@@ -198,7 +198,7 @@ def device_of(model: nn.Module) -> torch.device | None:
 
     Weights that accelerate offloads are on the meta device until they are used; then its hook says where that is.
     """
-    hooks = (vars(module).get("_hf_hook") for module in modules_of(model).values())
+    hooks = (vars(module).get("_hf_hook") for module in model.modules())
     found = next((d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None), None)
     if found is not None:
         return torch.device("cuda", found) if isinstance(found, int) else torch.device(found)
@@ -257,7 +257,7 @@ def _check_ids(model: nn.Module, sequences: Sequences) -> None:
         name, n = type(model).__name__, x.shape[1]
         too_many = limit is not None and n > limit
         # Rotary positions have no last one, and neither have models of qkv without learned ones.
-        endless = too_many and any("rotary" in type(module).__name__.lower() for module in modules_of(model).values())
+        endless = too_many and any("rotary" in type(module).__name__.lower() for module in model.modules())
         endless |= getattr(own, "positions", "learned") != "learned"
         if not too_many:
             pass
@@ -307,7 +307,7 @@ def positions(model: nn.Module) -> int | None:
         limit = getattr(config, "context", None)
     if not isinstance(limit, int) or limit < 1:  # XLNet has −1: any number
         return None
-    for name, module in modules_of(model).items():
+    for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return limit - module.padding_idx - 1  # in models such as RoBERTa, positions start after the padding id
     return limit

@@ -377,8 +377,8 @@ def calls_of_module(module: nn.Module) -> int:
     return calls
 
 
-def all_routed(modules: Collection[nn.Module], names: dict[int, str], around: Collection[str]) -> bool:
-    """True if all attention of these modules passes transformers' interface, so that no function of torch need be read.
+def all_routed(model: nn.Module, names: dict[int, str], around: Collection[str]) -> bool:
+    """True if all attention of a model passes transformers' interface, so that no function of torch need be read.
 
     Modules of transformers and torch that attend in another way have "attention" in the names of their classes. Those
     `around` are the modules that attend through the interface, and the modules that contain them.
@@ -388,7 +388,7 @@ def all_routed(modules: Collection[nn.Module], names: dict[int, str], around: Co
         type(module).__module__.startswith(known)
         and "forward" not in vars(module)
         and (not is_attention(module) or names[id(module)] in around)
-        for module in modules
+        for module in model.modules()
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,7 @@ def observe(observer: Observer) -> Iterator[Observer]:
     autograd: its own functions compute, and the calls are collected beside them.
     """
     model = observer.model
-    _refuse_split_heads(model, observer.modules.values())
+    _refuse_split_heads(model)
     if observer.beside:
         with _alone(observer), _computing(observer), _checkpoints(observer):
             yield observer
@@ -168,7 +168,7 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 def _alone(observer: Observer) -> Iterator[None]:
     """A model is observed by one thread at a time, because its hooks are called in all of them."""
     model = observer.model
-    attending = {id(x) for x in observer.modules.values() if routes(x) or isinstance(x, Composition)}
+    attending = {id(x) for x in model.modules() if routes(x) or isinstance(x, Composition)}
     for other, users in list(OBSERVERS.items()):
         if users and other is not model and any(id(x) in attending for x in other.modules()):
             raise InputError(
@@ -221,10 +221,10 @@ def _hooked(observer: Observer) -> Iterator[None]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         observer.leave(module, output)
 
-    layers = [x for x in observer.modules.values() if isinstance(x, nn.TransformerEncoderLayer)]
+    layers = [x for x in observer.model.modules() if isinstance(x, nn.TransformerEncoderLayer)]
     unhooked = {id(x) for layer in layers for x in layer.modules()}
     with ExitStack() as hooks:
-        for name, module in observer.modules.items():
+        for name, module in observer.model.named_modules():
             of_torch = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
             if isinstance(module, Composition) or of_torch:  # its calls belong to the layer that contains it
                 continue
@@ -254,15 +254,15 @@ def _reporting(module: nn.Module, observer: Observer) -> Callable[..., Any]:
     return forward
 
 
-def _refuse_split_heads(model: nn.Module, modules: Collection[nn.Module]) -> None:
+def _refuse_split_heads(model: nn.Module) -> None:
     """Raise `InputError` for tensor parallelism, in which each process computes some of the heads only."""
     parts = getattr(model, "_tp_size", None)
     of_torch = sys.modules.get("torch.distributed.tensor")
     whole = any(
-        c.__name__ == "FSDPModule" for kind in set(map(type, modules)) for c in kind.__mro__
+        c.__name__ == "FSDPModule" for kind in set(map(type, model.modules())) for c in kind.__mro__
     )  # gathered to be used
     if of_torch is not None and not whole:
-        for p in (x for module in modules for x in module._parameters.values()):
+        for p in model.parameters():
             if isinstance(p, of_torch.DTensor) and any(placement.is_shard() for placement in p.placements):
                 parts = p.device_mesh.size()
     if isinstance(parts, int) and parts > 1:

@@ -17,7 +17,7 @@ from qkv.cache.base import Sinks, attending
 from qkv.edits import Placed, Scale, Steer, Zero
 from qkv.engine import Call, Result, Shared, detached
 from qkv.errors import InputError
-from qkv.huggingface.attention import Own, call_of, function_of, is_causal, modules_of, routes
+from qkv.huggingface.attention import Own, call_of, function_of, is_causal, routes
 from qkv.kernels import serving
 from qkv.masks import Dense
 from qkv.profiler.capture import inputs
@@ -73,7 +73,7 @@ class Observer:
 
     def __post_init__(self) -> None:
         root = type(self.model).__name__
-        self.modules: dict[str, nn.Module] = modules_of(self.model)
+        self.modules: dict[str, nn.Module] = dict(self.model.named_modules())
         self.names = {id(module): name or root for name, module in self.modules.items()}
         routed = [module for module in self.modules.values() if routes(module)]
         self.expected = [self.names[id(module)] for module in routed]
@@ -89,7 +89,7 @@ class Observer:
         self.ran: set[int] = set()  # modules whose forward was running
         self.inputs: Inputs = []
         self.around = {name[:i] for name in self.expected for i, x in enumerate(f"{name}.") if x == "."}
-        self.routed = all_routed(self.modules.values(), self.names, self.around)
+        self.routed = all_routed(self.model, self.names, self.around)
         self._stepwise: list[Layer] = []  # modules that attend step by step
         self._two_sided = inputs.is_two_sided(self.modules)
         self.numbers: dict[tuple[str, str, int], int] = {}  # of layers: group, module, and its calls before

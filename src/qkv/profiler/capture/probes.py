@@ -24,7 +24,6 @@ from torch.utils.weak import WeakIdRef
 
 from qkv.engine import Call
 from qkv.errors import InputError
-from qkv.huggingface.attention import modules_of
 from qkv.masks import Region
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches, positions, vocabulary
@@ -55,7 +54,7 @@ def fingerprint(model: nn.Module) -> Key | None:
     >>> fingerprint(layer) == before
     False
     """
-    modules = list(modules_of(model).values())
+    modules = list(model.modules())
     reader = _Reader({id(m): i for i, m in enumerate(modules)}, any("_hf_hook" in vars(m) for m in modules))
     try:
         state, numbers = [reader.module(m) for m in modules], reader.sampled()
@@ -98,7 +97,6 @@ class _Reader:
         self.samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
 
     def module(self, module: nn.Module) -> Key:
-        own = vars(module)
         tensors = (*module._parameters.items(), *module._buffers.items())
         hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
         return (
@@ -106,7 +104,11 @@ class _Reader:
             WeakIdRef(type(module).forward),
             [(name, self.places[id(x)]) for name, x in module._modules.items() if x is not None],
             [(name, type(x), self._of_tensor(x)) for name, x in tensors if x is not None],
-            {name: self.key(x) for name in own.keys() - BOOKKEEPING for x in [own[name]]},
+            [
+                (name, repr(x) if type(x) in PLAIN else self.key(x))
+                for name, x in vars(module).items()
+                if name not in BOOKKEEPING
+            ],
             [n for n, hook in hooks if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"],
         )
 

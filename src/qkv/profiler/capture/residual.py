@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from qkv._packages import user_frame
 from qkv.engine import at_least_float32, on_card
 from qkv.errors import InputError
-from qkv.huggingface.attention import modules_of, routes
+from qkv.huggingface.attention import routes
 from qkv.profiler.capture.datasets import Arrays, joined
 from qkv.profiler.capture.intercept import is_attention, unwatched
 from qkv.profiler.capture.record import Together, copied_to_cpu
@@ -78,7 +78,7 @@ def attention_modules(model: nn.Module) -> list[str]:
     >>> attention_modules(DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)))
     ['blocks.0.attention', 'blocks.1.attention']
     """
-    return [name for name, module in modules_of(model).items() if name and _is_attention(module)]
+    return [name for name, module in model.named_modules() if name and _is_attention(module)]
 
 
 def layer_around(module: str, attentions: Collection[str], model: nn.Module) -> str | None:
