@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from tyro.conf import Fixed, Suppress, arg
+from tyro.conf import Fixed, FlagCreatePairsOff, Suppress, arg
 
 from qkv.errors import InputError
 
@@ -34,6 +34,7 @@ class Settings:
         overlap: Number of tokens that each piece of a split text repeats from the piece before it, as context that is
             not measured again; by default an eighth of the length.
         long: What to do with texts longer than the length: split them, or refuse them (they are skipped and counted).
+        chat: Read each text as a question to an assistant, as the model's chat template writes it.
         local_window: Keys at most this many tokens from the query count as local.
         dtype: Number format of the weights, if the model is given by name.
         engine: "processes": this process computes the shards, all of them or those of only_shards. "ray": Ray starts
@@ -52,6 +53,7 @@ class Settings:
     length: MaybeNumber = None
     overlap: MaybeNumber = None
     long: Literal["split", "refuse"] = "split"
+    chat: Annotated[bool, FlagCreatePairsOff] = False
     local_window: Number = 8
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     engine: Literal["processes", "ray"] = "processes"

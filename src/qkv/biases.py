@@ -60,7 +60,7 @@ class Bias(Definition):
     """What compiled kernels compute without calling a method: the tensors of a bound `ByDistance`, `TensorBias` or
     `Forget`, or the cap of a `SoftCap`; None for every other bias."""
     value_table: Tensor | None = None
-    """Vectors added to the values by clipped distance, (heads, 2 reach + 1, dv): see `RelativePosition`."""
+    """Vectors of `RelativePosition` that are added to the values by clipped distance, (heads, 2 reach + 1, dv)."""
 
     @property
     def depends_on_query(self) -> bool:

@@ -29,6 +29,7 @@ from qkv.profiler.surveys import corpus
 from qkv.profiler.surveys.data import BINS, DIGITS, QUANTITIES, Layer, edges
 from qkv.profiler.surveys.survey import Special, Survey, definition_of, survey
 from qkv.profiler.surveys.surveyor import Piece, batches_of, pieces
+from qkv.report.html import render_survey
 from survey_process import TEXTS as OWN_TEXTS
 from survey_process import own, own_survey
 
@@ -394,6 +395,10 @@ def test_figures_are_drawn_and_invalid_calls_rejected(tmp_path: Path, monkeypatc
     assert found.record["documents"] > 0
     for draw in survey_plots.FIGURES.values():
         draw(found).draw_without_rendering()
+    assert render_survey(found).count("<img") == len(survey_plots.FIGURES)
+    types, heads = found.types(), found.heads()
+    assert (types["type"] == "previous token").equals(heads["previous"] >= 0.4)
+    assert found.findings()[1].value == f"{(types['type'] != 'mixed').sum()} of {len(heads)}"
     with refused("group"):
         found.heads("cross")
     monkeypatch.setenv("WORLD_SIZE", "2")  # in a process of torchrun
@@ -401,3 +406,25 @@ def test_figures_are_drawn_and_invalid_calls_rejected(tmp_path: Path, monkeypatc
         own_survey(tmp_path / "all")
     assert not (tmp_path / "all").exists()
     own_survey(tmp_path / "part", only_shards="0/3")
+
+
+class Chats(Words):
+    """The same with a template, which writes a word before and after a question."""
+
+    chat_template = "any"
+
+    def apply_chat_template(self, asked: list[dict[str, str]], **_: Any) -> str:
+        return f"user {asked[0]['content']} assistant"
+
+
+def test_a_survey_of_chats_is_that_of_the_texts_which_the_template_writes(tmp_path: Path) -> None:
+    model, questions = hf.build("gpt2"), [words(n, n) for n in (3, 9)]
+    asked = survey(model, questions, tokenizer=Chats(), out=tmp_path / "asked", shards=1, chat=True)
+    assert asked.definition["chat"]
+    assert asked.record["tokens"] == 3 + 9 + 2 * 2, "nothing is added but what the template writes"
+    ids = [torch.tensor([Words()(f"user {q} assistant", add_special_tokens=False)["input_ids"]]) for q in questions]
+    entropy = [quick(model, one).data["entropy"].values[0] for one in ids]
+    mean = np.concatenate(entropy, -1).mean(-1).ravel()
+    np.testing.assert_allclose(asked.heads()["entropy"], mean, rtol=1e-5)
+    with refused("chat", match="no chat template"):
+        survey(model, questions, tokenizer=Words(), out=tmp_path / "none", shards=1, chat=True)

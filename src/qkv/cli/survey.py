@@ -17,7 +17,7 @@ from qkv._progress import bar
 from qkv._survey_settings import Settings
 from qkv._untrusted import allow
 from qkv.cli.shared import device_named, statistics_of
-from qkv.cli.terminal import print_line, show, table, token_table
+from qkv.cli.terminal import head_grid, print_line, show, table, token_table
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
@@ -38,7 +38,9 @@ def show_survey(result: Survey) -> None:
         parts = [] if len(result.groups) == 1 else [group]
         parts += [result.definition["model"], f"{heads['layer'].nunique()} layers", f"{len(heads)} heads"]
         parts += [f"{record['documents']:,} texts", f"{record['tokens']:,} tokens"]
-        show(Text("\n" + " · ".join(parts), "bold"))
+        findings = result.findings(group)
+        show(Text("\n" + " · ".join(parts), "bold"), f"{findings[0].value} {findings[0].label}.", "")
+        show(*head_grid(result.types(group)), "", *(f"{one.value} {one.label}." for one in findings[1:]))
         show(_head_table(heads, (name for name in result.quantities if not name.startswith("entropy"))))
         show(token_table(result.tokens(8, group)))
     other = sorted({*record["sources"].values()} - {"interface", "qkv"})
@@ -76,6 +78,7 @@ def write(result: Survey, folder: Folder) -> None:
     """Write tables and figures of every group, and print where they are."""
     from qkv.plot.layout import png_of
     from qkv.plot.survey import FIGURES
+    from qkv.report.html import render_survey
 
     names: list[str] = []
     for group in result.groups:
@@ -85,8 +88,10 @@ def write(result: Survey, folder: Folder) -> None:
             folder.write(f"{name}{ending}.png", png_of(draw(result, group=group)), "a figure")
             names.append(f"{name}{ending}.png")
         names.append(f"heads{ending}.csv")
+    folder.write("report.html", render_survey(result).encode(), "the report")
     where = f"{folder}".rstrip("/")
-    print_line("Data", f"{where}/survey.qkv.zip   (qkv.profiler.Survey.load)", main=True)
+    print_line("Report", f"{where}/report.html", main=True)
+    print_line("Data", f"{where}/survey.qkv.zip   (qkv.profiler.Survey.load)")
     print_line("Files", f"{where}/  {', '.join(names)}")
 
 
@@ -158,13 +163,16 @@ def survey(
 
     The statistics are exact, and the work can be divided among many processes and machines. The texts are divided into
     shards, and every finished shard is saved in DIR/shards. If a survey is interrupted or killed, repeat the same
-    command: it continues with the first unfinished shard. The command writes to DIR: survey.qkv.zip (all the data, for
-    qkv.profiler.Survey.load), heads.csv (one row per head), and figures as PNG. Texts that cannot be read are skipped
+    command: it continues with the first unfinished shard. The command writes to DIR: report.html (a page that opens
+    offline), survey.qkv.zip (all the data, for qkv.profiler.Survey.load), heads.csv (one row per head), and figures as
+    PNG. Texts that cannot be read are skipped
     and counted.
 
     qkv survey                                         (the small model that comes with qkv, on Python's library)
 
     qkv survey minilm notes/ letters.txt posts.jsonl   (folders, text files, and JSON lines with a field "text")
+
+    qkv survey smollm2 questions.jsonl --chat          (each text is a question to an assistant)
 
     qkv survey gpt2 hf:NAME:COLUMN --shards 64         (a dataset from the Hugging Face hub)
 
@@ -202,7 +210,7 @@ def survey(
             raise InputError(f"--threads is {threads}, expected at least 1")
         torch.set_num_threads(threads)
     own, ray = statistics_of(statistics), settings.engine == "ray"
-    with renamed(only_shards="--only-shards"):
+    with renamed(only_shards="--only-shards", chat="--chat"):
         settings.check()
     with output_folder(out) as target, _stoppable(target, settings.numbers):
         corpus = _corpus(corpora or ("library",), stream)

@@ -27,8 +27,8 @@ def heads(survey: Survey, group: str | None = None) -> Figure:
     table = survey.heads(group)
     own = [name for name in survey.quantities if name not in QUANTITIES]
     names = [name for name in (*SMALL_MULTIPLES, *own) if table[name].max() > NEGLIGIBLE]
-    caught = int((table["sink_score"] > SINK_THRESHOLD).sum())
-    title = f"{caught:,} of {len(table):,} heads have a sink at the first token, on average"
+    first = survey.findings(group)[0]
+    title = f"{first.value} {first.label}"
     subtitle = f"{_about(survey)} · means over all queries; a sink is a score above {SINK_THRESHOLD}"
     maps = [HeadMap(table, name, _title(survey, name), Normalize(0, table[name].max())) for name in names]
     return head_maps(title, subtitle, maps)[0]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv._files import write_atomically
+from qkv.profiler.data.frames import percent
+from qkv.profiler.data.tables import readable
 from qkv.report.payload import as_json, payload
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from qkv.profiler.analyses.sources import Sources
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.data.profile import ProfileData
+    from qkv.profiler.surveys.data import Survey
 
 STYLES = ("base.css", "maps.css", "report.css")
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
@@ -65,6 +68,26 @@ def write_sources(found: Sources, path: str | os.PathLike[str]) -> Path:
     page = _page("sources", ("base.css", "report.css", "sources.css"), title, found.as_dict() | {"notes": notes})
     write_atomically(target, page.encode("utf-8", "replace"))
     return target
+
+
+def render_survey(survey: Survey) -> str:
+    """What a survey found as a page without a script: findings, figures and the most attended tokens of each group."""
+    from qkv.plot.survey import FIGURES
+
+    title = f"{survey.definition['model']} · attention survey"
+    body = [f"<header class='page-head'><h1>{html.escape(title)}</h1></header><main>"]
+    for group in survey.groups:
+        found = survey.findings(group)
+        said = [f"{found[0].value} {found[0].label}.", found[0].detail, *map(str, found[1:])]
+        named = survey.tokens(12, group).query("token != ''")
+        tokens = ", ".join(f"“{readable(row.token)}” {percent(row.share)}" for row in named.itertuples())
+        body.append(f"<p class='headline'>{html.escape(said[0])}</p>")
+        body += [_picture(draw(survey, group=group), f"{name} of all heads") for name, draw in FIGURES.items()]
+        body += [f"<p>{html.escape(one)}</p>" for one in (*said[1:], f"Most attended tokens: {tokens}.")]
+    parts = {"title": html.escape(title), "style": "\n".join(asset(one) for one in STYLES)}
+    parts["policy"] = f"default-src 'none'; style-src '{_hash(parts['style'])}'; img-src data:"
+    head = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("head.html"))
+    return head + "\n".join(body) + "</main>\n</body>\n</html>\n"
 
 
 def _page(name: str, styles: Sequence[str], title: str, page: dict[str, Any], **parts: str) -> str:

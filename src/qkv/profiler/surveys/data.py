@@ -26,7 +26,9 @@ from torch import Tensor
 from qkv._files import opened, write_atomically
 from qkv._untrusted import check_version, parse_array, parse_json, read_zip, reading
 from qkv.errors import InputError
-from qkv.profiler.data.tables import SINK_THRESHOLD
+from qkv.profiler.data.findings import Finding, FindingList
+from qkv.profiler.data.frames import percent
+from qkv.profiler.data.tables import MIXED, ROLES, SINK_THRESHOLD, readable
 from qkv.profiler.data.variables import OF_HEADS, QUERY, VARIABLES, Variable
 from qkv.statistics import Statistic
 
@@ -357,6 +359,8 @@ def _tdigest() -> Any:
 
 FORMAT, VERSION = "qkv-survey", 1
 QUANTILES = (0.05, 0.5, 0.95)
+TYPES = {"previous token": "previous", "self": "self", "first token": "sink_score", "uniform": "entropy_ratio"}
+"""Types of heads, in their order, that means tell; and the column of `Survey.heads` that does."""
 EXAMPLES = 20
 """Number of texts that were left out whose names are kept."""
 _DATE = (1980, 1, 1, 0, 0, 0)  # fixed, so that equal surveys give equal files
@@ -439,6 +443,49 @@ class Survey:
                 columns["sink_texts"] = layer.added["early_sinks"][:, 0] / layer.added["early_count"]
             frames.append(pd.DataFrame(columns))
         return pd.concat(frames, ignore_index=True)
+
+    def types(self, group: str | None = None) -> pd.DataFrame:
+        """The type of each head by its means: the columns layer, head, type, and the score of each type.
+
+        The type is the first of `TYPES` whose mean reaches the threshold of profiles, else "mixed". Types that need
+        synthetic texts or single tokens, such as induction, are told by a profile.
+        """
+        table, names = self.heads(group), {name: kind for kind, name in TYPES.items()}
+        table["sink_score"] = table["sink_score"].fillna(table["sink"])  # no text has 64 tokens
+        scores = table[["layer", "head", *names]].rename(columns=names)
+        reached = np.stack([scores[kind].to_numpy() >= ROLES[kind].threshold for kind in TYPES])
+        kinds = np.array([*TYPES, MIXED], object)
+        scores.insert(2, "type", kinds[np.where(reached.any(0), reached.argmax(0), len(TYPES))])
+        return scores
+
+    def findings(self, group: str | None = None) -> FindingList:
+        """What the means over the corpus say, a number and its meaning each; the first one is the headline."""
+        table, types, most = self.heads(group), self.types(group), self.tokens(1, group)
+        kinds, caught = types["type"], np.flatnonzero(types["first token"] > SINK_THRESHOLD)
+        over = "all queries after the first" if table["sink_score"].isna().all() else f"the first {PREFIX} queries"
+        found = [
+            Finding(
+                f"{len(caught):,} of {len(table):,}",
+                f"heads have an attention sink at the first token, on average over {self.record['documents']:,} texts",
+                f"Counted are heads whose mean weight on it, over {over}, is above 30 %.",
+                heads=tuple(caught.tolist()),
+            ),
+            Finding(
+                f"{(kinds != MIXED).sum():,} of {len(table):,}",
+                "heads have one clear type",
+                ", ".join(f"{n:,} {kind}" for kind, n in kinds.value_counts().items()) + ".",
+            ),
+            Finding(
+                f"{table['entropy_ratio'].median():.2f}",
+                "of the largest possible entropy, in the median head",
+                f"From {table['entropy_ratio'].min():.2f} to {table['entropy_ratio'].max():.2f}.",
+            ),
+        ]
+        if len(most) and most["token"].iloc[0]:
+            name = readable(most["token"].iloc[0])
+            lift = f"{most['lift'].iloc[0]:.1f} × its share of the tokens."
+            found.append(Finding(percent(most["share"].iloc[0]), f"of all attention goes to “{name}”", lift))
+        return FindingList(found)
 
     def sinks(self, group: str | None = None) -> pd.DataFrame:
         """One row for each of the first 64 keys of a text.

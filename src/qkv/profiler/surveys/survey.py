@@ -16,8 +16,8 @@ from torch import nn
 
 from qkv._packages import require
 from qkv._survey_settings import Settings, takes_settings
-from qkv.errors import InputError
-from qkv.models.loading import load_if_named
+from qkv.errors import InputError, renamed
+from qkv.models.loading import load_if_named, rendered_chat
 from qkv.profiler.capture.inputs import Special, positions
 from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.data.tables import SINK_THRESHOLD
@@ -80,6 +80,9 @@ def survey(
         raise InputError("tokenizer is None, but a survey reads texts; pass tokenizer=…")
     if getattr(loaded.tokenizer, "target", loaded.tokenizer) is not loaded.tokenizer:
         raise InputError(f"model {type(loaded.model).__name__} reads pairs of texts, expected one that reads one text")
+    if how.chat:
+        with renamed(question="chat"):
+            rendered_chat(loaded.tokenizer, "")
     source = texts if isinstance(texts, Corpus) else corpus.of_texts(texts)
     statistics = checked_custom(how.statistics, (*QUANTITIES, *TAKEN), over="query")
     definition = definition_of(loaded.model, loaded.tokenizer, replace(how, name=loaded.name, statistics=statistics))
@@ -140,6 +143,7 @@ def definition_of(model: nn.Module, tokenizer: Any, settings: Settings) -> dict[
         "overlap": overlap,
         "long": settings.long,
         "local_window": settings.local_window,
+        **({"chat": True} if settings.chat else {}),
         "shares_of_rows": True,
         "sink_score": {"queries": PREFIX, "threshold": SINK_THRESHOLD},
         "sketch": {"kind": "t-digest (Apache DataSketches)", "k": data.CENTROIDS},

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from qkv.engine import Call, Result
 from qkv.errors import InputError
+from qkv.models.loading import rendered_chat
 from qkv.profiler.capture.inputs import (
     Special,
     batches,
@@ -147,7 +148,8 @@ class Surveyor:
         self.definition: dict[str, Any] = settings["definition"]
         self.quantities = of_description(self.definition["quantities"])
         self.measures = Measures(self.definition["local_window"], 0, 0, statistics)
-        self.special = Special.of(tokenizer)
+        self.chat = bool(self.definition.get("chat"))  # the template has the special tokens
+        self.special = Special() if self.chat else Special.of(tokenizer)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.kinds = _kinds(tokenizer, self.definition["vocabulary"], special_ids(model, tokenizer)).to(self.device)
         parameters = signature_of(model).parameters
@@ -200,7 +202,8 @@ class Surveyor:
         for document in documents:
             reason = document.reason
             if reason is None:
-                ids = tokens_of(self.tokenizer, document.text or "")
+                text = document.text or ""
+                ids = tokens_of(self.tokenizer, rendered_chat(self.tokenizer, text) if self.chat else text)
                 cut = list(pieces(ids, self.special, self.definition["length"], self.definition["overlap"]))
                 if len(cut) > 1 and self.definition["long"] == "refuse":
                     reason = f"longer than {self.definition['length']} tokens"
