@@ -4,7 +4,8 @@
 import { Drawn, keyOf, REFERENCE, TICK, verticalAxis } from "./charts.js";
 import { h, svg } from "./dom.js";
 import { joined } from "./findings.js";
-import { headTitle, rowOf } from "./heads.js";
+import { rowOf } from "./data.js";
+import { headTitle } from "./heads.js";
 import { truncated, integer, named, percent, written } from "./numbers.js";
 
 const SINK_THRESHOLD = 0.3; // a head has a sink if the mean weight on it is larger (sink score of Gu et al. 2025)

@@ -3,8 +3,8 @@
 import { choice, legend, paint, selectFrom } from "./charts.js";
 import { css, looks } from "./colour.js";
 import { h, replace } from "./dom.js";
-import { headButton, headName, headWords, kindsOf, labelOf, largestFirst, layerGrid, rowOf, selectable, similarityMeaning, statisticsOf } from "./heads.js";
-import { levelOf } from "./data.js";
+import { headButton, headName, headWords, kindsOf, labelOf, largestFirst, layerGrid, selectable, similarityMeaning, statisticsOf } from "./heads.js";
+import { levelOf, rowOf } from "./data.js";
 import { integer, percent, written } from "./numbers.js";
 import { counted, nextFrame } from "./state.js";
 
