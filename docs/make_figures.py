@@ -59,7 +59,8 @@ def pictures() -> None:
         shot = f"--screenshot={figures / 'report.png'}"
         size = ["--window-size=1280,720", "--virtual-time-budget=6000", f"--user-data-dir={folder}/chromium"]
         subprocess.run([browser, *CHROMIUM.split(), *size, shot, report.as_uri()], check=True, capture_output=True)
-    (figures / "report.png").write_bytes(small((figures / "report.png").read_bytes()))
+    for name in ("report", "sinks"):
+        (figures / f"{name}.png").write_bytes(small((figures / f"{name}.png").read_bytes()))
 
 
 def of_mini() -> None:

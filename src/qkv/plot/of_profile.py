@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -64,7 +64,6 @@ SMALL_MULTIPLES = ("sink", "previous", "self", "local", "distance", "entropy_rat
 MARKS = {"sparse": "•", "streaming": "s", "retrieval": "r", "positional": "p", "content": "c"}
 KINDS_OF_TEXT = {"alpha_first": "this text", "alpha_random": "random tokens", "alpha_repeated": "one token repeated"}
 TOKENS = 8  # number of sink tokens listed
-ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 2, "columnspacing": 1.2}
 
 
 class Plots:
@@ -607,7 +606,7 @@ def _along(axes: Axes, ranges: list[tuple[int, int]], share: np.ndarray, even: n
     axes.set(xlim=(-0.1, len(ranges) - 0.9), ylim=(0, _top(share)))
     axes.set_xlabel("position of the query")
     axes.yaxis.set_major_formatter(PERCENT)
-    legend(axes, handletextpad=0.5, **ABOVE)
+    legend(axes, handletextpad=0.5, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
 
 
 def _top(shares: np.ndarray) -> float:
