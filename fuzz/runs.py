@@ -3,7 +3,8 @@
 A case draws a model, texts with padding, and a way of running: one forward, a packed text, chunks with a cache of any
 kind, generation of any kind, copies, crops and pruning of the cache, a thread, training with and without checkpointing,
 edits of outputs, of weights and of positions. The run must give the tokens, random numbers and gradients that it gives
-without `qkv.watch`, and the recorded weights must be those of one eager forward over the same tokens and masks.
+without `qkv.watch`, and the recorded weights must be those of one eager forward over the same tokens and masks. Every
+second run is one of a model of another library (`fuzz.zoo`), of those that are installed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import qkv
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import hf_models as hf
+from fuzz import zoo
 
 MODELS = ("llama", "mistral", "gemma2", "gemma3", "llama4", "gpt_oss", "qwen2", "gpt2", "gpt_neox", "opt", "qwen3")
 WAYS = (
@@ -311,9 +313,13 @@ def main(cases: int = 200, seed: int = 0, case: int | None = None) -> int:
         seed: random seed of all runs.
         case: number of a single one.
     """
-    failed = 0
+    failed, missing = 0, zoo.missing()
+    for name, reason in missing.items():
+        print(f"without models of {name}: {reason}", flush=True)
+    libraries = [name for name in zoo.ZOO if name not in missing]
     for number in range(cases) if case is None else [case]:
-        found = mismatch(seed, number)
+        library = libraries[number // 2 % len(libraries)]
+        found = zoo.mismatch(library, seed, number) if number % 2 else mismatch(seed, number)
         if found is not None:
             failed += 1
             print(f"python -m fuzz.runs --seed {seed} --case {number}  {found}", flush=True)

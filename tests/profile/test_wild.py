@@ -600,6 +600,13 @@ def test_random_runs_equal_eager_attention(number: int) -> None:
     assert mismatch(11, number) is None
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_random_runs_of_torchs_layers_are_what_torch_computes(number: int) -> None:
+    from fuzz.zoo import mismatch
+
+    assert mismatch("torch", 0, number) is None
+
+
 # --- shapes and programs ----------------------------------------------------------------------------------------------
 
 COMPOSITIONS: dict[str, dict[str, Any]] = {
