@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = ["base", *(name for name in PROJECT["optional-dependencies"] if name not in ("dev", "zoo")), "lab"]
-"""The installations to test, of which lab is qkv-lab without an extra; `make test` runs in dev, `make fuzz-runs` in zoo."""
+"""The installations to test; lab is qkv-lab without an extra. `make test` runs in dev, `make fuzz-runs` in zoo."""
 LAB = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
