@@ -42,6 +42,7 @@ def test_every_imported_package_is_a_dependency_or_in_an_extra() -> None:
     lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     used, by_lab = ({x for file in (ROOT / room).rglob("*.py") for x in imported(file)} for room in ("src/qkv", "lab"))
     base = set(map(module, PROJECT["dependencies"])) | {"qkv", "qkv_lab"} | sys.stdlib_module_names
+    base |= {"PIL"}  # matplotlib requires it
     brought = {"pydantic": "fastapi", "starlette": "fastapi", "traitlets": "anywidget"}
     assert set(brought.values()) <= set(_packages.EXTRAS)
     assert {"torch", "transformers", "uvicorn", *YOURS} <= used
