@@ -405,14 +405,11 @@ class Tracer:
             plain = any(f.size > 1 for f in tokens) or all(f.size == 1 or f in tokens for x in one for f in dims[x])
             for x in one:  # heads may be beside tokens
                 dims[x] = tuple(f if plain and f.origin == FEATURES else replace(f, part=part) for f in dims[x])
-        for mine, other in ((0, 1), (1, 0)):
-            scores = notes[mine]
-            if scores.product is not None and scores.product.activations and notes[other].parameter and summed and all(
-                _are_heads(by_letter[mine][x]) for x in summed
+        for scores, own_dims, mixing in zip(notes, by_letter, reversed(notes), strict=True):
+            if scores.product is not None and scores.product.activations and mixing.parameter and summed and all(
+                _are_heads(own_dims[x]) for x in summed
             ):  # fmt: skip
-                mixed = {
-                    x: by_letter[mine][x] if x in by_letter[mine] else (Factor(shape[x], FEATURES),) for x in letters[2]
-                }
+                mixed = {x: own_dims[x] if x in own_dims else (Factor(shape[x], FEATURES),) for x in letters[2]}
                 return _checked(replace(scores, dims=tuple(mixed[x] for x in letters[2]), softmax=None))
         origins = [f.origin for x in summed for f in by_letter[0][x]]
         activations, over_tokens = not any(note.parameter for note in notes), FEATURES not in origins and bool(origins)

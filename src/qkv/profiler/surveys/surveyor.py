@@ -255,6 +255,7 @@ class Surveyor:
         batch, kinds = batch.to(call.q.device), self.kinds.to(call.q.device)
         counts = None if bool(batch.counted.all()) else batch.counted
         result, statistics, _ = self.measures.of(replace(observed, queries=counts))
+        assert result is not None
         refuse_nan(observed.module, statistics)
         layer = group.layers.get(observed.layer)
         if layer is None:
