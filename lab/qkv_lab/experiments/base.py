@@ -34,6 +34,8 @@ class Experiment(ABC):
     kinds of variants have different names. It states its `criteria` and gives their `effects`, from which the verdicts
     follow, or has a `conclude` of its own. Its constructor takes no arguments: worker processes call it.
 
+    >>> import numpy as np
+    >>> from qkv_lab.experiments.results import Outcome
     >>> class Coins(Experiment):
     ...     name, question = "coins", "Does a coin show heads more often than not?"
     ...     criteria = (Criterion("C1", "2026-11-23", "Share of heads", bound=0.5),)

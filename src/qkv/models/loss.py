@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +18,7 @@ from qkv.errors import InputError, at_least_one
 MAX_LOGITS = 2**26  # logits in memory at a time
 
 
+@runtime_checkable
 class Stepwise(Protocol):
     """A language model that reads texts in steps through caches, as `DecoderLM` does."""
 

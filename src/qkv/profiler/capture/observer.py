@@ -405,8 +405,9 @@ class Observer:
         own, layer = self._number(group, name)
         if keys is None and group in ("self", "text", "encoder", "cross", "decoder"):
             keys = (run.sequences.real_target if group == "decoder" else run.sequences.real_source).get(n_keys)
-            keys = None if keys is None else nn.functional.pad(keys, (0, appended), value=True)
-        own_keys = None if keys is None else keys[:, :n_keys]
+            if keys is not None and appended:
+                keys = nn.functional.pad(keys, (0, appended), value=True)
+        own_keys = keys[:, :n_keys] if keys is not None and appended else keys  # the same tensor in all layers
         queries = own_keys if group != "cross" and n_queries == n_keys else run.sequences.real_target.get(n_queries)
         queries = None if steps else queries
         first = 0 if keys is None else run.first(keys)
