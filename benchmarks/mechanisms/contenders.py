@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import elu, scaled_dot_product_attention
+from torch.nn.functional import elu, normalize, scaled_dot_product_attention
 
 import qkv
 from qkv import biases, features, masks, normalizers, scores
@@ -376,6 +376,18 @@ MECHANISMS: dict[str, Mechanism] = {
         _causal(score=scores.Features(features.elu_plus_one), normalizer=normalizers.Identity("sum")),
         {"sdpa": causal_sdpa},
         (Goal("sdpa", 1.0, 2048),),
+    ),
+    "delta": Mechanism(
+        "gated delta rule",
+        lambda case: {
+            "features": lambda x: normalize(x, dim=-1),
+            "normalize": False,
+            "decay": -case.table(1, case.heads, case.n).abs(),
+            "beta": case.table(1, case.heads, case.n).sigmoid(),
+        },
+        {"softmax": lambda case, q, k, v: lambda: qkv.attend(q, k, v, mask=masks.Causal(), kernel="native")},
+        (Goal("softmax", 1.0, 4096),),
+        call=qkv.linear_attend,
     ),
     "favor": Mechanism(
         "Performer, 256 random features",

@@ -151,7 +151,7 @@ def _title(name: str) -> str:
 def drawn(text: str) -> Figure:
     """The picture of a page."""
     expression = front_matter(text)[0]["picture"]
-    names = NAMES | {"example": _example, "rotated": _rotated}
+    names = NAMES | {"example": _example, "rotated": _rotated, "hidden_map": _hidden_map}
     if re.match(r"\w+=", expression):
         return plot.composition(**eval(f"dict({expression})", names))
     made = eval(expression, names)
@@ -170,6 +170,14 @@ def _rotated(rotary: positions.Rotary, n: int) -> Tensor:
     """The scores of n equal queries and keys after rotation."""
     x = rotary(torch.ones(1, 1, n, 64), torch.arange(n))[0, 0]
     return x @ x.mT / 64
+
+
+def _hidden_map() -> Tensor:
+    """The weights under the delta rule of eight keys in turn; each query asks for that of five tokens ago."""
+    torch.manual_seed(0)
+    k = torch.nn.functional.normalize(torch.randn(8, 16), dim=-1)[torch.arange(24) % 8][None, None]
+    options = {"features": lambda x: x, "normalize": False, "decay": torch.tensor([-0.02]), "beta": torch.tensor([0.7])}
+    return qkv.linear_attend(k.roll(5, 2), k, torch.eye(24)[None, None], **options)[0, 0]
 
 
 def draw(app: Sphinx) -> None:

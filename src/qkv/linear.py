@@ -18,7 +18,7 @@ from qkv.engine.call import Call
 from qkv.errors import InputError, at_least_one, kind_of
 from qkv.features import elu_plus_one
 from qkv.kernels import opaque, serve
-from qkv.kernels.linear import CHUNK, LinearState, attention
+from qkv.kernels.linear import CHUNK, LinearState, attention, gated
 from qkv.masks import Padding
 from qkv.normalizers import Identity
 from qkv.scores import Features
@@ -30,6 +30,7 @@ __all__ = ["LinearState", "linear_attend", "linformer"]
 def linear_attend(
     q: Float[Tensor, "b h nq d"], k: Float[Tensor, "b hkv nk d"], v: Float[Tensor, "b hkv nk dv"], *,
     features: Callable[[Tensor], Tensor] = elu_plus_one, causal: bool = True, normalize: bool = True,
+    decay: Tensor | None = None, beta: Tensor | None = None,
     state: LinearState | None = None, chunk: int = CHUNK,
     return_state: Literal[False] = False,
 ) -> Float[Tensor, "b h nq dv"]: ...  # fmt: skip
@@ -37,6 +38,7 @@ def linear_attend(
 def linear_attend(
     q: Float[Tensor, "b h nq d"], k: Float[Tensor, "b hkv nk d"], v: Float[Tensor, "b hkv nk dv"], *,
     features: Callable[[Tensor], Tensor] = elu_plus_one, causal: bool = True, normalize: bool = True,
+    decay: Tensor | None = None, beta: Tensor | None = None,
     state: LinearState | None = None, chunk: int = CHUNK,
     return_state: bool = False,
 ) -> Any: ...  # fmt: skip
@@ -48,11 +50,18 @@ def linear_attend(
     features: Callable[[Tensor], Tensor] = elu_plus_one,
     causal: bool = True,
     normalize: bool = True,
+    decay: Float[Tensor, " hkv"] | Float[Tensor, "b hkv nk"] | Float[Tensor, "b hkv nk m"] | None = None,
+    beta: Float[Tensor, " hkv"] | Float[Tensor, "b hkv nk"] | None = None,
     state: LinearState | None = None,
     chunk: int = CHUNK,
     return_state: bool = False,
 ) -> Float[Tensor, "b h nq dv"] | tuple[Float[Tensor, "b h nq dv"], LinearState]:
     """Compute linear attention: Σ (φ(q)·φ(k)) v over the visible keys, divided by Σ φ(q)·φ(k) if `normalize`.
+
+    The output is φ(q_t) · S_t of a state S, here a plain sum. `decay` and `beta` make it the state of RetNet, gated
+    linear attention, Mamba-2, DeltaNet, Gated DeltaNet or Kimi Linear: S_t = D_t S_{t−1} + φ(k_t) v_tᵀ with
+    D_t = diag(exp decay_t), and by the delta rule S_t = (I − β_t φ(k_t) φ(k_t)ᵀ) D_t S_{t−1} + β_t φ(k_t) v_tᵀ: a
+    part β of the value that is stored at the key is replaced by the new value.
 
     Args:
         q: queries.
@@ -62,8 +71,14 @@ def linear_attend(
         causal: whether a query attends only to its own key and earlier ones; with nq ≠ nk the last query is aligned
             with the last key. Keys in `state` precede all others.
         normalize: whether to divide by the sum of the weights (unless the sum is 0).
+        decay: logarithms ≤ 0 of the factors by which the state is multiplied before each key is added, for each key
+            head (RetNet), each token (Mamba-2, Gated DeltaNet), or each token and feature (GLA, Kimi Linear); −inf
+            forgets everything. Needs `causal`.
+        beta: the rate β of the delta rule, for each key head or each token. It needs `causal` and ``normalize=False``,
+            and keys with β |φ(k)|² ≤ 2, such as features of length 1: else the state grows.
         state: the state returned by an earlier call, to continue from.
-        chunk: tokens per chunk. It changes speed and memory, not the result; 1 is the recurrence of the paper.
+        chunk: tokens per chunk. It changes speed and memory, not the result; 1 is the recurrence of the paper. With
+            `decay` or `beta` at most 64, with a decay of each feature at most 16.
         return_state: whether to return the state after the last key as well.
 
     Returns:
@@ -72,7 +87,9 @@ def linear_attend(
     Raises:
         InputError: for arguments that do not fit together.
 
-    Source: Katharopoulos et al. 2020, arXiv:2006.16236, eq. 8–12 and 16–20.
+    Source: Katharopoulos et al. 2020, arXiv:2006.16236, eq. 8–12 and 16–20. Decay: RetNet, arXiv:2307.08621; GLA,
+    arXiv:2312.06635; Mamba-2, arXiv:2405.21060. Delta rule: DeltaNet, arXiv:2406.06484; with decay Gated DeltaNet,
+    arXiv:2412.06464, and for each feature Kimi Linear, arXiv:2510.26692.
 
     >>> q = k = v = torch.randn(1, 4, 100, 16)
     >>> whole = linear_attend(q, k, v)
@@ -80,9 +97,28 @@ def linear_attend(
     >>> token = linear_attend(*(x[:, :, 99:] for x in (q, k, v)), state=state)
     >>> torch.allclose(whole, torch.cat([prompt, token], 2), atol=1e-5)
     True
+
+    Gated DeltaNet:
+
+    >>> unit, decay, beta = torch.nn.functional.normalize, -torch.rand(1, 4, 100), torch.rand(1, 4, 100)
+    >>> q, k = unit(q, dim=-1), unit(k, dim=-1)
+    >>> linear_attend(q, k, v, features=lambda x: x, normalize=False, decay=decay, beta=beta).shape
+    torch.Size([1, 4, 100, 16])
     """
     call = Call.of(q, k, v, score=Features(features), normalizer=Identity())
     at_least_one(chunk=chunk)
+    decay = _gate("decay", decay, call.k, causal, 4)
+    beta = _gate("beta", beta, call.k, causal, 3)
+    if decay is not None and not bool((decay.detach() <= 0).all()):
+        raise InputError(
+            f"decay has the largest entry {float(decay.detach().max()):.3g}, expected logarithms, at most 0: pass the "
+            "logarithm of factors between 0 and 1"
+        )
+    if normalize and (beta is not None or (state is not None and state.rule == "delta")):
+        raise InputError(
+            "normalize is True with the delta rule, whose weights have signs and no sum to divide by; "
+            "pass normalize=False"
+        )
     if state is not None:
         want = (k.shape[0], k.shape[1], call.k.shape[3], v.shape[3])
         if state.kv.shape != want or state.k_sum.shape != want[:3]:
@@ -95,8 +131,31 @@ def linear_attend(
                 f"state was passed with {q.shape[2]} queries and {k.shape[2]} new keys, so some queries would precede "
                 "the new keys; expected no more queries than new keys"
             )
-    out, after = attention(call.q, call.k, v, state, causal=causal, divided=normalize, chunk=chunk)
+    if decay is None and beta is None:
+        out, after = attention(call.q, call.k, v, state, causal=causal, divided=normalize, chunk=chunk)
+    else:
+        out, after = gated(call.q, call.k, v, state, decay=decay, beta=beta, divided=normalize, chunk=chunk)
     return (out.to(v.dtype), after) if return_state else out.to(v.dtype)
+
+
+def _gate(name: str, gate: object, k: Float[Tensor, "b hkv nk m"], causal: bool, most: int) -> Tensor | None:
+    """Return the gate of each token, or also of each feature."""
+    if gate is None:
+        return None
+    shapes = [k.shape[1:2], k.shape[:3], k.shape[:4]][: most - 1]
+    if not isinstance(gate, Tensor) or not gate.dtype.is_floating_point or gate.shape not in shapes:
+        expected = ", ".join(str(tuple(x)) for x in shapes)
+        raise InputError(
+            f"{name} is {kind_of(gate)}, expected a float tensor of one of the shapes {expected} for features of "
+            f"keys {tuple(k.shape)}"
+        )
+    if gate.device != k.device:
+        raise InputError(f"{name} is on {gate.device} and k on {k.device}, expected one device")
+    if not causal:
+        raise InputError(
+            f"{name} was passed with causal=False, but it follows the order of the keys; expected causal=True"
+        )
+    return gate[None, :, None].expand(k.shape[:3]) if gate.ndim == 1 else gate
 
 
 @opaque

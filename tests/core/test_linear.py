@@ -171,6 +171,159 @@ def test_splitting_a_sequence_anywhere_changes_nothing(feature_map: Any) -> None
         close(state.k_sum, final.k_sum, eps=512)
 
 
+# --- decay and the delta rule -----------------------------------------------------------------------------------------
+
+
+def unit(x: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(x, dim=-1)
+
+
+def gates(kind: str, b: int = 2, hkv: int = 2, n: int = 13, m: int = 3) -> tuple[Tensor | None, Tensor | None]:
+    """Decay and beta. A gate of 0 clears the state within the text."""
+    decay: Tensor | None = None
+    if "head" in kind:
+        decay = -rand(hkv, seed=1).abs()
+    elif "token" in kind or "channel" in kind:
+        decay = -3 * rand(*((b, hkv, n, m) if "channel" in kind else (b, hkv, n)), seed=2).abs()
+        decay[:, :, n // 2] = -math.inf
+    return decay, rand(b, hkv, n, seed=3).sigmoid() if "delta" in kind else None
+
+
+KINDS = ["head", "token", "channel", "delta", "token delta", "channel delta"]
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The definition, token by token; divided by the sum of the weights without beta. One head for each key."""
+    state, total, outs = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3]).to(k), torch.zeros_like(k[:, :, 0]), []
+    for t in range(k.shape[2]):
+        if decay is not None:
+            left = decay[:, None].expand(k.shape[1], 1) if decay.ndim == 1 else decay[:, :, t].view(*k.shape[:2], -1)
+            state, total = state * left.exp()[..., None], total * left.exp()
+        key, value = k[:, :, t], v[:, :, t]
+        if beta is not None:
+            value = beta[:, :, t, None] * (value - (key[:, :, None] @ state)[:, :, 0])
+        state, total = state + key[..., None] * value[:, :, None], total + key
+        out = (q[:, :, t, None] @ state)[:, :, 0]
+        outs.append(out if beta is not None else out / (q[:, :, t] * total).sum(-1, keepdim=True))
+    return torch.stack(outs, 2), state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [1, 5, 99])
+def test_a_chunked_gated_state_is_the_recurrence(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output, state and all gradients, with three query heads for each key head, over segments of one chunk."""
+    monkeypatch.setattr("qkv.kernels.linear.SEGMENT", 1)
+    q, k, v = triple(nq=13, grad=True)
+    decay, beta = gates(kind)
+    leaves = [q, k, v, *(x.requires_grad_() for x in (decay, beta) if x is not None)]
+    phi = elu_plus_one if beta is None else unit
+    got, state = with_state(q, k, v, features=phi, normalize=beta is None, decay=decay, beta=beta, chunk=chunk)
+    heads = [recurrence(phi(q[:, group::3]), phi(k), v, decay, beta) for group in range(3)]
+    want = torch.stack([out for out, _ in heads], 2).flatten(1, 2)
+    close(got, want, eps=512)
+    close(state.kv, heads[0][1], eps=512)
+    upstream = rand(*want.shape, seed=5)
+    for a, b in zip(
+        torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(want, leaves, upstream), strict=True
+    ):
+        close(a, b, eps=4096)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_unrolled_weights_of_a_gated_state_are_dense(kind: str) -> None:
+    """out = W v, where W comes from one triangular system over the whole text; values that are a unit matrix read W."""
+    q, k, v = triple(hkv=2, h=2, nq=13)
+    decay, beta = gates(kind)
+    q, k = unit(q), unit(k)
+    log = (
+        torch.zeros(2, 2, 13, 1)
+        if decay is None
+        else decay.view(-1, 2, 1 if decay.ndim == 1 else 13, decay.shape[3] if decay.ndim == 4 else 1)
+    )
+    left = torch.zeros(2, 2, 13, 13, 3).double()
+    for i in range(13):
+        for j in range(i + 1):
+            left[:, :, i, j] = (log.expand(2, 2, 13, -1)[:, :, j + 1 : i + 1].sum(2)).exp()
+    weights = torch.einsum("bhim,bhjm,bhijm->bhij", q, k, left)
+    if beta is not None:
+        among = torch.einsum("bhim,bhjm,bhijm->bhij", k, k, left).tril(-1) * beta[..., None]
+        weights = weights @ torch.linalg.inv(torch.eye(13).double() + among) * beta[:, :, None]
+    options: dict[str, Any] = {"features": lambda x: x, "normalize": False, "decay": decay, "beta": beta}
+    close(run(q, k, v, **options), weights @ v, eps=4096)
+    close(run(q, k, torch.eye(13).double().expand(2, 2, 13, 13), **options), weights, eps=4096)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gated_state_continues_anywhere(kind: str) -> None:
+    q, k, v = triple(nq=13)
+    decay, beta = gates(kind)
+    options: dict[str, Any] = {"features": unit, "normalize": False}
+    want, final = with_state(q, k, v, decay=decay, beta=beta, **options)
+    close(run(q[:, :, 9:], k, v, decay=decay, beta=beta, **options), want[:, :, 9:], eps=512)  # queries of the end
+    early = run(torch.cat([q[:, :, :4], q], 2), k, v, decay=decay, beta=beta, **options)
+    close(early, torch.nn.functional.pad(want, (0, 0, 4, 0)), eps=512)
+    state, outs = None, []
+    for part in (slice(0, 6), slice(6, 7), slice(7, 13)):
+        cut = [x if x is None or x.ndim == 1 else x[:, :, part] for x in (decay, beta)]
+        here = (x[:, :, part] for x in (q, k, v))
+        out, state = with_state(*here, state=state, decay=cut[0], beta=cut[1], **options)
+        outs.append(out)
+    assert state is not None
+    close(torch.cat(outs, 2), want, eps=512)
+    close(state.kv, final.kv, eps=512)
+    with pytest.raises(InputError, match="merge"):
+        state.merge(final)
+
+
+def test_gated_delta_rule_of_transformers() -> None:
+    """The layers of Qwen3-Next, Qwen3.5, OLMo Hybrid: torch_chunk_gated_delta_rule and the recurrent form."""
+    peer = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    q, k, v = triple(h=2, nq=150, nk=150, d=8, dv=4, dtype=torch.float32)
+    decay, beta = (
+        -rand(2, 2, 150, seed=2, dtype=torch.float32).abs(),
+        rand(2, 2, 150, seed=3, dtype=torch.float32).sigmoid(),
+    )
+    got, state = with_state(
+        unit(q) * 8**-0.5, unit(k), v, features=lambda x: x, normalize=False, decay=decay, beta=beta
+    )
+    given = [x.transpose(1, 2) for x in (q, k, v, decay, beta)]
+    for form in (peer.torch_chunk_gated_delta_rule, peer.torch_recurrent_gated_delta_rule):
+        want, final = form(*given, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        close(got, want.transpose(1, 2), eps=64)
+        close(state.kv, final, eps=64)
+
+
+def test_a_constant_decay_without_division_is_retention() -> None:
+    """(q kᵀ ∘ D) v with D_ij = γ^(i − j): RetNet's parallel form."""
+    q, k, v = triple(h=2, nq=13)
+    gamma = torch.tensor([0.9, 0.5]).double()
+    age = (torch.arange(13)[:, None] - torch.arange(13)).double()
+    want = ((q @ k.mT) * (gamma[:, None, None] ** age).tril()) @ v
+    close(run(q, k, v, features=lambda x: x, normalize=False, decay=gamma.log()), want, eps=512)
+
+
+def test_keys_of_length_1_and_beta_1_store_the_last_value_exactly() -> None:
+    """What the delta rule is for: a second value of a key replaces the first, a sum would give both."""
+    k = torch.eye(4).double()[[0, 1, 2, 0]][None, None]
+    v = rand(1, 1, 4, 5)
+    options: dict[str, Any] = {"features": lambda x: x, "normalize": False}
+    close(run(k, k, v, beta=torch.ones(1).double(), **options)[0, 0, 3], v[0, 0, 3])
+    close(run(k, k, v, **options)[0, 0, 3], v[0, 0, 0] + v[0, 0, 3])
+
+
+@pytest.mark.parametrize("kind", ["token", "token delta", "channel delta"])
+def test_memory_of_a_gated_state_is_linear(kind: str) -> None:
+    def largest(n: int) -> int:
+        q, k, v = triple(b=1, h=1, hkv=1, nq=n, nk=n, dtype=torch.float32, grad=True)
+        decay, beta = (None if x is None else x.float() for x in gates(kind, 1, 1, n))
+        return largest_tensor(
+            lambda: run(q, k, v, features=unit, normalize=False, decay=decay, beta=beta).sum().backward()
+        )
+
+    assert (many := largest(4096)) <= 4.1 * largest(1024)
+    assert many <= 4096**2 / 32
+
+
 def test_a_state_without_a_causal_mask_adds_keys() -> None:
     q, k, v = triple()
     _, state = with_state(q[:, :, :1], k[:, :, :6], v[:, :, :6], causal=False)
@@ -266,6 +419,13 @@ REFUSALS: list[tuple[str, Callable[[], object]]] = [
     ("x", lambda: run(Q, K, V, features=Favor(4))),
     ("state", lambda: run(Q, K, V, state=LinearState.zero(2, 6, 3, 5))),
     ("state", lambda: run(Q, K[:, :, :4], V[:, :, :4], state=LinearState.zero(2, 2, 3, 5))),
+    ("decay", lambda: run(Q, K, V, decay=0.9)),
+    ("decay", lambda: run(Q, K, V, decay=torch.tensor([0.9, 0.5])), "logarithm"),
+    ("decay", lambda: run(Q, K, V, decay=torch.full((2,), math.nan))),
+    ("decay", lambda: run(Q, K, V, decay=-torch.ones(6)), "(2,)"),
+    ("decay", lambda: run(Q, K, V, decay=-torch.ones(2), causal=False), "causal=True"),
+    ("beta", lambda: run(Q, K, V, beta=torch.ones(2, 2, 13, 3), normalize=False)),
+    ("normalize", lambda: run(Q, K, V, beta=torch.ones(2))),
     ("head_dim", lambda: Favor(0)),
     ("n_features", lambda: Favor(3, 0)),
     ("e", lambda: linformer(Q, K, V, rand(12, 7))),
