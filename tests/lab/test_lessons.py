@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from conftest import Command, refused
 from forked import Forked
 from qkv_lab import check
 from qkv_lab.answers import answer, child
+from qkv_lab.answers.grading import Verdict
 from qkv_lab.lessons.catalog import lesson
-from qkv_lab.lessons.exercises import exercise, exercises
+from qkv_lab.lessons.exercises import Exercise, exercise, exercises
 from qkv_lab.lessons.page import Cell
 from qkv_lab.lessons.run import Runner
 
@@ -130,13 +132,15 @@ def test_check_runs_in_a_process_with_a_time_limit(
 ) -> None:
     """A process takes seconds to start: it is forked from this one."""
 
-    def run(words: list[str], **_: Any) -> SimpleNamespace:
+    def run(words: list[str], stdout: BinaryIO, **_: Any) -> SimpleNamespace:
         *_, name, given, defines, out, seconds = words
         arguments = name, Path(given), defines, Path(out), float(seconds)
         process = Forked(lambda: sys.exit(child.main(*arguments)), folder=Path(out))
-        return SimpleNamespace(returncode=process.wait(), stdout=process.out)
+        code = process.wait()
+        stdout.write(process.out.encode())
+        return SimpleNamespace(returncode=code)
 
-    monkeypatch.setattr("qkv_lab.cli.check.subprocess.run", run)
+    monkeypatch.setattr("qkv_lab.answers.grading.subprocess.run", run)
     file = tmp_path / "answer.py"
     words = ("check", "entropy", file, "--out", tmp_path / "out", "--seconds")
     file.write_text("def entropy(w):\n    while True:\n        pass\n")
@@ -156,3 +160,48 @@ def test_check_runs_in_a_process_with_a_time_limit(
     command.refuses("check", "entropy", file.rename(tmp_path / "answer.txt"))
     file.write_text(ANSWERS["right"])
     command.refuses("check", "entropy", file, "--seconds", 0)
+
+
+def test_answers_of_a_class_are_found_judged_and_compared(
+    judged: Judge, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts and notebooks of students are found without running them; each is judged alone; copies are told."""
+    seen: list[list[Path]] = []
+
+    def judge(one: Exercise, file: Path, seconds: float) -> Verdict:
+        seen.append(list(file.parent.iterdir()))
+        return Verdict("right") if "xlogy" in file.read_text() else Verdict("wrong", reason="=off\nby one")
+
+    monkeypatch.setattr("qkv_lab.answers.grading.judge", judge)
+    room = tmp_path / "class"
+    (room / "bob").mkdir(parents=True)
+    copied = ANSWERS["right"].replace("(w", "(weights: object").replace("(weights: object, w)", "(weights, weights)")
+    (room / "ada.py").write_text(f"{ANSWERS['right']}\n\ndef attention(x, w_q, w_k, w_v, w_o, mask): ...\n")
+    (room / "bob" / "entropy.py").write_text(f"# my own\n{copied}\n\ndef attention(x): ...\n")
+    (room / "dan.py").write_text(ANSWERS["syntax"])
+    (room / "eve.ipynb").write_text("[]")
+    solved = f"{exercise('entropy').solution}\nassert check.entropy(entropy)"
+    cells = "%time\n1 / 0", "1 / 0", "x = (", f"{ANSWERS['right']}check.entropy(entropy)", solved, "def lookup(q): ..."
+    cells = (*cells, "import math\nroot = math.sqrt(2)\ndef softmax(s): return s / root\ncheck.stable_softmax(softmax)")
+    book = {"cells": [{"cell_type": "code", "source": cell.splitlines(True)} for cell in cells]}
+    (room / "fay.ipynb").write_text(json.dumps(book))
+    told = command.succeeds("check", f"{room}/", "--json")
+    found = {(row["student"], row["exercise"]): row for row in json.loads(told)}
+    right = {("ada", "entropy"), ("bob", "entropy"), ("fay", "entropy")}
+    # `attention` of ada has the arguments of the lab on reversal, and a file entropy.py is about entropy alone
+    refused_ones = {("dan", ""), ("eve", ""), ("fay", ""), ("fay", "stable_softmax")}
+    assert found.keys() == {*right, ("ada", "einsum_attention"), *refused_ones}
+    assert {key for key, row in found.items() if row["points"]} == {*right, ("ada", "einsum_attention")}
+    assert found["bob", "entropy"]["same_code"] == "ada; fay"
+    assert "code cell 3" in found["fay", ""]["reason"]
+    assert "uses root of a cell" in found["fay", "stable_softmax"]["reason"]
+    assert {len(files) for files in seen} == {1}, "a student can import the files of another"
+    (room / "ada.py").write_text(exercise("entropy").start)
+    table = command.succeeds("check", "entropy", room, "--csv")
+    assert "ada,entropy,0,wrong,\"'=off\nby one\",the lab's start," in table
+    assert "fay" in command.succeeds("check", room)
+    command.refuses("check", room, "--csv", "--json")
+    command.refuses("check", "entropy", "--csv")
+    command.refuses("check", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    command.refuses("check", tmp_path / "empty")

@@ -1,35 +1,35 @@
-"""`qkv check`: check an answer to an exercise of the labs, in a file of your own."""
+"""`qkv check`: check an answer to an exercise of the labs in a file of your own, or the answers of a class."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
+import csv as csv_files
+import json as json_text
 import sys
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from qkv.cli.shared import folder, read
 from qkv.cli.terminal import print_line, show, table
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
+    from qkv_lab.answers.grading import Answer
     from qkv_lab.lessons.exercises import Exercise
 
 
 def check(
     exercise: Annotated[str | None, Positional, arg(metavar="[EXERCISE]", help_behavior_hint="")] = None,
-    file: Annotated[Path | None, Positional, arg(metavar="[FILE.py]", help_behavior_hint="")] = None,
+    file: Annotated[Path | None, Positional, arg(metavar="[FILE.py|FOLDER/]", help_behavior_hint="")] = None,
     /,
     *,
     out: Annotated[Path, arg(metavar="DIR")] = Path("qkv-check"),
     seconds: Annotated[float, arg(metavar="S")] = 20.0,
+    csv: Annotated[bool, FlagCreatePairsOff] = False,
+    json: Annotated[bool, FlagCreatePairsOff] = False,
 ) -> None:
-    """Check an answer to an exercise of the labs, in a Python file of your own.
+    """Check an answer to an exercise of the labs, in a Python file of your own, or the answers of a class in a folder.
 
     Without arguments the command lists the exercises, with the function or class that an answer defines. With an
     exercise alone it prints the lab's code to start from, which contains a mistake. With a file it runs the trials of
@@ -37,32 +37,52 @@ def check(
     DIR/EXERCISE.png. The exit code is 0 for a right answer, 1 for a wrong one, 2 if there is no such exercise or the
     file cannot be used.
 
+    With a folder that has a file or a folder for each student, it checks every script and notebook in it, and prints
+    a point for each right answer, and whose code is the same. The exit code is then 0.
+
     qkv check                             (list the exercises)
 
     qkv check entropy                     (the code to start from; add > entropy.py to put it in a file)
 
     qkv check entropy entropy.py          (check the answer in that file)
 
+    qkv check class/ --csv > points.csv   (check all answers of a class; qkv check entropy class/ for one exercise)
+
     Args:
         exercise: Name of an exercise.
-        file: Python file with your answer. It runs in a process of its own.
+        file: Python file with your answer, or a folder of answers. Each answer runs in a process of its own.
         out: Folder for the figure of a wrong answer. It is created if it does not exist.
-        seconds: Time limit for your code. The check then says in which line it was.
+        seconds: Time limit for each answer. The check then says in which line it was.
+        csv: Print a line for each answer in a folder as CSV instead of a table.
+        json: Print them as JSON.
     """
+    from qkv_lab.answers.grading import handed_in
     from qkv_lab.lessons.exercises import exercise as exercise_of
 
-    if exercise is None:
-        _list()
-        return
-    one = exercise_of(exercise)
-    if file is None:
-        print(one.start, end="")
-        return
+    if exercise is not None and file is None and (Path(exercise).is_dir() or "/" in exercise):
+        file = Path(exercise)
+        exercise = None
     if not seconds > 0:
         raise InputError(f"--seconds is {seconds:g}, expected more than 0")
-    read(file, called="FILE.py")  # an error names the file
-    if not _check(one, file.resolve(), out, seconds):
-        raise SystemExit(1)
+    if csv and json:
+        raise InputError("--csv and --json are both given, expected one of them")
+    one = None if exercise is None else exercise_of(exercise)
+    if file is not None and (file.is_dir() or one is None):
+        if not file.is_dir():
+            raise InputError(f"FOLDER is {file}, which is no folder")
+        form: Literal["table", "csv", "json"] = "csv" if csv else "json" if json else "table"
+        _grade(handed_in(file, None if one is None else one.name), seconds, form)
+        return
+    if csv or json:
+        raise InputError(f"--{'csv' if csv else 'json'} is for the answers of a class: give a folder")
+    if one is None:
+        _list()
+    elif file is None:
+        print(one.start, end="")
+    else:
+        read(file, called="FILE.py")  # an error names the file
+        if not _check(one, file.resolve(), out, seconds):
+            raise SystemExit(1)
 
 
 def _list() -> None:
@@ -79,47 +99,88 @@ def _list() -> None:
     show(rows)
     show("usage: qkv check EXERCISE           (the code to start from)")
     show("       qkv check EXERCISE FILE.py   (check the answer in a file)")
+    show("       qkv check FOLDER/            (check the answers of a class)")
 
 
 def _check(one: Exercise, file: Path, out: Path, seconds: float) -> bool:
-    """Run the checks in a process of its own, print what it says, and keep the figure of a wrong answer."""
+    """Print what the check of an answer says, and keep the figure of a wrong one."""
     from qkv._progress import spinner
-    from qkv_lab.answers import child
+    from qkv_lab.answers.grading import judge
 
-    with folder(out), tempfile.TemporaryDirectory() as temporary:
-        results = Path(temporary)
-        command = [sys.executable, "-Pum", child.__name__, one.name, file, one.defines, results, str(seconds)]
-        with spinner(f"checking {file.name}"):
-            done = subprocess.run(
-                list(map(str, command)), env=os.environ | {"PYTHONUTF8": "1"}, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", check=False,
-            )  # fmt: skip
-        print(done.stdout, end="")
-        if done.returncode == child.UNUSABLE and (results / child.REFUSED).exists():
-            raise InputError((results / child.REFUSED).read_text(encoding="utf-8"))
-        if line := _line_of(results / child.LOOPS, file):
-            print(f"✗ no answer after {seconds:g} s: {line}; is there a loop that does not end?")
-            return False
-        if done.returncode not in (child.RIGHT, child.WRONG):
-            print(f"✗ your code ended the process ({_end(done.returncode)})")
-            return False
-        if (results / child.DRAWN).exists():
-            figure = out / f"{one.name}.png"
-            figure.write_bytes((results / child.DRAWN).read_bytes())
-            print_line("Figure", figure, main=True)
-    if done.returncode == child.RIGHT:
+    with folder(out), spinner(f"checking {file.name}"):
+        verdict = judge(one, file, seconds)
+        if verdict.figure is not None:
+            (out / f"{one.name}.png").write_bytes(verdict.figure)
+    print(verdict.printed, end="")
+    if verdict.outcome == "unusable":
+        raise InputError(verdict.reason)
+    if verdict.reason and f"✗ {verdict.reason}" not in verdict.printed:
+        print(f"✗ {verdict.reason}")
+    if verdict.figure is not None:
+        print_line("Figure", out / f"{one.name}.png", main=True)
+    if verdict.outcome == "right":
         print_line("Right", f"{one.signature} passes every trial of {one.name}", main=True)
-    return done.returncode == child.RIGHT
+    return verdict.outcome == "right"
 
 
-def _end(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+def _grade(handed_in: list[Answer], seconds: float, form: Literal["table", "csv", "json"]) -> None:
+    """Check the answers of a class, and print the points of each student."""
+    from qkv._progress import bar
+    from qkv_lab.answers.grading import grade
+
+    with bar("checking", "answers", len(handed_in)) as step:
+        answers = grade(handed_in, seconds, step)
+    if form == "table":
+        _show_points(answers)
+        return
+    rows = [
+        {
+            "student": x.student, "exercise": x.exercise, "points": int(x.verdict.outcome == "right"),
+            "verdict": x.verdict.outcome, "reason": x.verdict.reason, "same_code": "; ".join(x.same_code),
+            "file": str(x.file),
+        }
+        for x in answers
+        if x.verdict is not None
+    ]  # fmt: skip
+    if form == "json":
+        print(json_text.dumps(rows, indent=1, ensure_ascii=False))
+        return
+    writer = csv_files.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: _as_text(value) for key, value in row.items()} for row in rows)
 
 
-def _line_of(dumped: Path, file: Path) -> str:
-    """The line of the reader's file that ran when the time was over; empty if the time was not over."""
-    told = dumped.read_text(encoding="utf-8") if dumped.exists() else ""
-    found = re.search(rf'File "{re.escape(str(file))}", line (\d+) in (\S+)', told)
-    if found:
-        return f"{file.name} was in line {found[1]}, in {found[2]}"
-    return "it was outside of your file" if told else ""
+def _as_text(value: object) -> object:
+    """A cell that a spreadsheet does not take for a formula."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+
+
+def _short(reason: str) -> str:
+    """A reason without the middle of its traceback."""
+    lines = reason.splitlines()
+    return ": ".join(dict.fromkeys((lines[0], lines[-1])))
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names) if len(names) < 5 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def _show_points(answers: list[Answer]) -> None:
+    """Print a row for each student, and whose code is the same."""
+    from rich.text import Text
+
+    names = dict.fromkeys(x.exercise for x in answers if x.exercise)
+    rows = table("student", f">points of {len(names)}", "not right", "same code as")
+    for student in dict.fromkeys(x.student for x in answers):
+        own = [x for x in answers if x.student == student and x.verdict is not None]
+        right = {x.exercise for x in own if x.verdict is not None and x.verdict.outcome == "right"}
+        bad = [x for x in own if x.exercise not in right and x.verdict is not None]
+        missing = (
+            ["not handed in: " + ", ".join(m)]
+            if (m := [x for x in names if x not in {one.exercise for one in own}])
+            else []
+        )
+        told = [f"{x.exercise or x.file.name}: {_short(x.verdict.reason)}" for x in bad if x.verdict]
+        same = [f"{_some(x.same_code)} ({x.exercise})" for x in own if x.same_code]
+        rows.add_row(Text(student), str(len(right)), Text("\n".join([*told, *missing])), Text("\n".join(same)))
+    show(rows)

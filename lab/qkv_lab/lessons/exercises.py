@@ -87,7 +87,7 @@ def _of(page: Lesson) -> Iterable[Exercise]:
         for assertion in re.finditer(r"assert check\.(\w+)\(", cell.source):
             code = cell.source[: assertion.start()]
             found[assertion[1]] = replace(found[assertion[1]], solution=_complete(code, before, "\n"))
-        before |= _binds(cell.source)
+        before |= definitions(cell.source)
     return found.values()
 
 
@@ -102,24 +102,39 @@ def _exercise(page: Lesson, source: str, name: str, defined: str, before: dict[s
 
 def _complete(code: str, before: dict[str, str], between: str) -> str:
     """The code behind the imports and definitions of earlier cells that it uses."""
-    needed = _needed(code, {key: text for key, text in before.items() if key not in _binds(code)})
+    needed = needed_by(code, {key: text for key, text in before.items() if key not in definitions(code)})
     return f"{needed}{between}{code}" if needed else code
 
 
-def _binds(source: str) -> dict[str, str]:
-    """The names that imports, functions and classes of a cell bind, with the code that does it."""
+def definitions(source: str) -> dict[str, str]:
+    """The names that imports, functions, classes and constants of a cell bind, with the code that does it."""
     found: dict[str, str] = {}
     for node in ast.parse(source).body:
-        code = ast.get_source_segment(source, node) or ""
+        decorators = node.decorator_list if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        first = min([node.lineno, *(x.lineno for x in decorators)])
+        code = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
         if isinstance(node, ast.Import | ast.ImportFrom):
             found |= {(alias.asname or alias.name).split(".")[0]: code for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = code
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and _is_constant(node.value):
+            found[node.targets[0].id] = code
     return found
 
 
-def _needed(code: str, before: dict[str, str]) -> str:
-    """The imports and definitions of earlier cells that some code uses, and those that these use."""
+def _is_constant(value: ast.expr) -> bool:
+    """Whether a value is a literal or a function, for which nothing has to be computed."""
+    if isinstance(value, ast.Lambda):
+        return True
+    try:
+        ast.literal_eval(value)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def needed_by(code: str, before: dict[str, str]) -> str:
+    """The imports and definitions of earlier cells that some code uses, and those that these use in turn."""
     used: set[str] = set()
     waiting = [code]
     while waiting:
