@@ -65,7 +65,7 @@ def test_extras_install_what_sentences_name_have_smoke_tests_and_upper_bounds() 
         assert name in map(module, extras[extra]), f"{extra} does not install {name}"
     tree = ast.parse((ROOT / "tests" / "install" / "smoke.py").read_text(encoding="utf-8"))
     (smoke,) = (node.value for node in tree.body if isinstance(node, ast.AnnAssign))
-    assert {"base", *extras} - {"dev"} <= {x.id for x in ast.walk(smoke) if isinstance(x, ast.Name)}
+    assert {"base", *extras} - {"dev", "zoo"} <= {x.id for x in ast.walk(smoke) if isinstance(x, ast.Name)}
     every = [*PROJECT["dependencies"], *(x for extra in extras.values() for x in extra)]
     assert {",<" in x for x in every if module(x) == "transformers"} == {True}, "its internals are used"
 

@@ -285,7 +285,7 @@ class Stepwise(nn.Module):
 
 @pytest.mark.parametrize(
     ("attention", "kind", "map_tokens"),
-    [("luong-general", "local-m", 256), ("luong-concat", "local-p", 8), ("multihead", "global", 256)],
+    [("luong-general", "local-m", 256), ("luong-concat", "local-p", 7), ("multihead", "global", 256)],
 )
 def test_step_by_step_equals_one_forward(attention: str, kind: str, map_tokens: int) -> None:
     model = seq2seq(attention, kind=kind)
