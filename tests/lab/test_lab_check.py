@@ -15,8 +15,12 @@ from torch.nn import functional as F
 from conftest import refused
 from qkv_lab import check
 from qkv_lab.answers import answer
+from qkv_lab.check import worksheet
+from qkv_lab.check.hints import numbers_of
+from qkv_lab.lessons.exercises import exercises
 
 Answer = Callable[..., Any]
+EXERCISES = sorted(exercises())
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None, dim: int = -1
@@ -35,6 +39,12 @@ def merge(x: Tensor) -> Tensor:
 
 
 # --- answers with one mistake, which the comment names ----------------------------------------------------------------
+
+
+def unscaled() -> Any:
+    q, k, v = check.numbers()
+    weights = (q @ k.mT).softmax(-1)
+    return weights.tolist(), (weights @ v).tolist()
 
 
 def multi_head(x: Any, q: Any, k: Any, v: Any, o: Any, heads: int, mask: Any = None) -> Any:
@@ -99,6 +109,7 @@ WRONG: dict[str, tuple[str, Answer]] = {  # for each exercise a part of the hint
     "attention": ("each column", lambda q, k, v, mask=None: attend(q, k, v, mask, dim=1)),
     "entropy": ("makes NaN", lambda w: -(w * w.log()).sum(-1)),
     "temperature": ("multiplied by it", lambda q, k, v, temperature=1.0: attend(q * temperature, k, v)),
+    "by_hand": ("not scaled", unscaled),
     "causal_mask": ("lower triangle", lambda n: torch.ones(n, n).triu().bool()),
     "multi_head": ("√d_model", multi_head),
     "dropout": ("in evaluation, too", dropout),
@@ -127,7 +138,7 @@ def judged(name: str, answer: Answer, capsys: pytest.CaptureFixture[str]) -> lis
     return lines
 
 
-@pytest.mark.parametrize("name", check.__all__)
+@pytest.mark.parametrize("name", EXERCISES)
 def test_solution_passes_and_draws_nothing_from_the_global_generators(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +149,25 @@ def test_solution_passes_and_draws_nothing_from_the_global_generators(
     assert np.array_equal(np.random.get_state()[1], numpy_state)
 
 
-@pytest.mark.parametrize("name", check.__all__)
+@pytest.mark.parametrize("student", ["Ada", "Bo Chen", "Çelik 17"])
+def test_each_student_has_numbers_of_their_own(student: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On these all solutions and mistakes are judged as on those of the labs; tables of another student are wrong."""
+    labs = tuple(x.tolist() for x in answer.solution("by_hand")())
+    with numbers_of(student):
+        own = tuple(x.round(2).tolist() for x in answer.solution("by_hand")())
+        for name in EXERCISES:
+            assert judged(name, answer.solution(name), capsys)[-1].startswith("✓ "), name
+            assert judged(name, WRONG[name][1], capsys)[-1].startswith("✗ "), name
+        assert check.by_hand(lambda: own)
+        assert not check.by_hand(lambda: labs)
+        first = worksheet.sheet(student)
+    with numbers_of(f" {student.upper()}"):
+        assert check.by_hand(lambda: own)
+    assert worksheet.sheet(student) == first
+    assert not check.by_hand(lambda: own)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
 def test_a_mistake_fails_with_its_own_hint(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     hint, answer = WRONG[name]
     last = judged(name, answer, capsys)[-1]
@@ -146,7 +175,7 @@ def test_a_mistake_fails_with_its_own_hint(name: str, capsys: pytest.CaptureFixt
     assert hint in last
 
 
-@pytest.mark.parametrize("name", check.__all__)
+@pytest.mark.parametrize("name", EXERCISES)
 def test_answers_that_return_none_or_raise_fail_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     def breaks(*_: object) -> None:
         raise KeyError("no such thing")

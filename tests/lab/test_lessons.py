@@ -26,7 +26,7 @@ from qkv_lab.lessons.run import Runner
 
 def test_every_check_has_an_exercise_and_a_solution(capsys: pytest.CaptureFixture[str]) -> None:
     """The code to start from is complete: its only fault is the mistake of the lab."""
-    assert sorted(exercises()) == check.__all__
+    assert sorted([*exercises(), "numbers"]) == check.__all__
     for name, one in exercises().items():
         space: dict[str, object] = {}
         exec(one.start, space)
@@ -133,7 +133,7 @@ def test_check_runs_in_a_process_with_a_time_limit(
     """A process takes seconds to start: it is forked from this one."""
 
     def run(words: list[str], stdout: BinaryIO, **_: Any) -> SimpleNamespace:
-        *_, name, given, defines, out, seconds = words
+        *_, name, given, defines, out, seconds, _student = words
         arguments = name, Path(given), defines, Path(out), float(seconds)
         process = Forked(lambda: sys.exit(child.main(*arguments)), folder=Path(out))
         code = process.wait()
@@ -168,7 +168,7 @@ def test_answers_of_a_class_are_found_judged_and_compared(
     """Scripts and notebooks of students are found without running them; each is judged alone; copies are told."""
     seen: list[list[Path]] = []
 
-    def judge(one: Exercise, file: Path, seconds: float) -> Verdict:
+    def judge(one: Exercise, file: Path, seconds: float, student: str) -> Verdict:
         seen.append(list(file.parent.iterdir()))
         return Verdict("right") if "xlogy" in file.read_text() else Verdict("wrong", reason="=off\nby one")
 
@@ -201,6 +201,7 @@ def test_answers_of_a_class_are_found_judged_and_compared(
     assert "ada,entropy,0,wrong,\"'=off\nby one\",the lab's start," in table
     assert "fay" in command.succeeds("check", room)
     command.refuses("check", room, "--csv", "--json")
+    command.refuses("check", room, "--student", "ada")
     command.refuses("check", "entropy", "--csv")
     command.refuses("check", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()

@@ -1,4 +1,4 @@
-"""The process in which `qkv check` runs a reader's file; its arguments are those of `main`."""
+"""The process in which `qkv check` runs a reader's file; its arguments are those of `main`, and a student."""
 
 from __future__ import annotations
 
@@ -51,5 +51,8 @@ def _explain(name: str, hint: str, call: Call, file: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    _, name, file, defines, out, seconds = sys.argv
-    sys.exit(main(name, Path(file), defines, Path(out), float(seconds)))
+    from qkv_lab.check.hints import numbers_of
+
+    _, name, file, defines, out, seconds, student = sys.argv
+    with numbers_of(student):
+        sys.exit(main(name, Path(file), defines, Path(out), float(seconds)))

@@ -63,11 +63,14 @@ class Answer:
     same_code: tuple[str, ...] = ()
 
 
-def judge(one: Exercise, file: Path, seconds: float) -> Verdict:
-    """Run the trials of an exercise on the answer in a file, in a process that ends after a time limit."""
+def judge(one: Exercise, file: Path, seconds: float, student: str) -> Verdict:
+    """Run the trials of an exercise on the answer in a file, in a process that ends after a time limit.
+
+    The trials have the numbers of the student; of "" those of the lab.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         results = Path(temporary)
-        command = [sys.executable, "-Pum", child.__name__, one.name, file, one.defines, results, str(seconds)]
+        command = [sys.executable, "-Pum", child.__name__, one.name, file, one.defines, results, seconds, student]
         environment = os.environ | {"PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
         with (results / "printed.txt").open("w+b") as out:
             try:
@@ -126,7 +129,7 @@ def _judge_alone(answer: Answer, seconds: float) -> Verdict:
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary).resolve() / f"{answer.file.stem}.py"
         file.write_text(answer.code, encoding="utf-8")
-        return judge(exercise(answer.exercise), file, seconds)
+        return judge(exercise(answer.exercise), file, seconds, answer.student)
 
 
 def handed_in(folder: Path, only: str | None = None) -> list[Answer]:

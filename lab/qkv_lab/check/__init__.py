@@ -6,11 +6,13 @@ from qkv_lab.check.attention import additive_score, alignment_accuracy, attentio
 from qkv_lab.check.heads import causal_mask, cross_attention, dropout, multi_head, parameter_count, sink_token
 from qkv_lab.check.lookup import einsum_attention, online_softmax, reversal_score, soft_lookup, stable_softmax
 from qkv_lab.check.sinks import first_token, key_bias, off_by_one, sink_rate
+from qkv_lab.check.worksheet import by_hand, numbers
 
 __all__ = [
     "additive_score",
     "alignment_accuracy",
     "attention",
+    "by_hand",
     "causal_mask",
     "cross_attention",
     "dropout",
@@ -19,6 +21,7 @@ __all__ = [
     "first_token",
     "key_bias",
     "multi_head",
+    "numbers",
     "off_by_one",
     "online_softmax",
     "parameter_count",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -56,9 +59,27 @@ def trial(name: str) -> Iterator[None]:
     print(f"✓ {name}")
 
 
+_student: ContextVar[int] = ContextVar("student", default=0)
+
+
+@contextmanager
+def numbers_of(student: str) -> Iterator[None]:
+    """Inside, checks draw the numbers of a student, which the name determines; "" stands for those of the labs.
+
+    Names are equal whose letters differ in case alone, as on file systems.
+    """
+    name = unicodedata.normalize("NFC", student.strip()).casefold()
+    token = _student.set(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") if name else 0)
+    try:
+        yield
+    finally:
+        _student.reset(token)
+
+
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Standard normal numbers from a seed; torch's global generator is not used."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7919 * seed + sum(shape)))
+    """Standard normal numbers from a seed, and from a student; torch's global generator is not used."""
+    whole = 7919 * seed + sum(shape) + 1_000_003 * _student.get()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(whole))
 
 
 def pair(got: object) -> tuple[Tensor, Tensor]:

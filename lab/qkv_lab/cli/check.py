@@ -26,6 +26,7 @@ def check(
     *,
     out: Annotated[Path, arg(metavar="DIR")] = Path("qkv-check"),
     seconds: Annotated[float, arg(metavar="S")] = 20.0,
+    student: Annotated[str, arg(metavar="NAME", help_behavior_hint="")] = "",
     csv: Annotated[bool, FlagCreatePairsOff] = False,
     json: Annotated[bool, FlagCreatePairsOff] = False,
 ) -> None:
@@ -46,6 +47,8 @@ def check(
 
     qkv check entropy entropy.py          (check the answer in that file)
 
+    qkv check by_hand --student ada       (a work sheet with numbers of her own)
+
     qkv check class/ --csv > points.csv   (check all answers of a class; qkv check entropy class/ for one exercise)
 
     Args:
@@ -53,6 +56,7 @@ def check(
         file: Python file with your answer, or a folder of answers. Each answer runs in a process of its own.
         out: Folder for the figure of a wrong answer. It is created if it does not exist.
         seconds: Time limit for each answer. The check then says in which line it was.
+        student: Check with the numbers of a student, which the name determines. In a folder each student has their own.
         csv: Print a line for each answer in a folder as CSV instead of a table.
         json: Print them as JSON.
     """
@@ -70,6 +74,8 @@ def check(
     if file is not None and (file.is_dir() or one is None):
         if not file.is_dir():
             raise InputError(f"FOLDER is {file}, which is no folder")
+        if student:
+            raise InputError("--student is for one answer; the names of files or folders are those of the students")
         form: Literal["table", "csv", "json"] = "csv" if csv else "json" if json else "table"
         _grade(handed_in(file, None if one is None else one.name), seconds, form)
         return
@@ -78,10 +84,10 @@ def check(
     if one is None:
         _list()
     elif file is None:
-        print(one.start, end="")
+        print(_sheet(student) if one.name == "by_hand" else "", one.start, sep="", end="")
     else:
         read(file, called="FILE.py")  # an error names the file
-        if not _check(one, file.resolve(), out, seconds):
+        if not _check(one, file.resolve(), out, seconds, student):
             raise SystemExit(1)
 
 
@@ -102,13 +108,20 @@ def _list() -> None:
     show("       qkv check FOLDER/            (check the answers of a class)")
 
 
-def _check(one: Exercise, file: Path, out: Path, seconds: float) -> bool:
+def _sheet(student: str) -> str:
+    """The work sheet of attention by hand, as comments above the code to start from."""
+    from qkv_lab.check.worksheet import sheet
+
+    return "".join(f"# {line}".rstrip() + "\n" for line in sheet(student).splitlines()) + "\n"
+
+
+def _check(one: Exercise, file: Path, out: Path, seconds: float, student: str) -> bool:
     """Print what the check of an answer says, and keep the figure of a wrong one."""
     from qkv._progress import spinner
     from qkv_lab.answers.grading import judge
 
     with folder(out), spinner(f"checking {file.name}"):
-        verdict = judge(one, file, seconds)
+        verdict = judge(one, file, seconds, student)
         if verdict.figure is not None:
             (out / f"{one.name}.png").write_bytes(verdict.figure)
     print(verdict.printed, end="")
