@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkv.engine.call import Call
+from qkv.engine.transforms import transforming
 from qkv.errors import InputError, at_least_one, kind_of
 from qkv.features import elu_plus_one
 from qkv.kernels import opaque, serve
@@ -109,7 +110,8 @@ def linear_attend(
     at_least_one(chunk=chunk)
     decay = _gate("decay", decay, call.k, causal, 4)
     beta = _gate("beta", beta, call.k, causal, 3)
-    if decay is not None and not bool((decay.detach() <= 0).all()):
+    traced = torch.compiler.is_compiling() or transforming()
+    if decay is not None and not traced and not bool((decay.detach() <= 0).all()):
         raise InputError(
             f"decay has the largest entry {float(decay.detach().max()):.3g}, expected logarithms, at most 0: pass the "
             "logarithm of factors between 0 and 1"

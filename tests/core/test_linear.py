@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -262,13 +261,12 @@ def test_a_gated_state_continues_anywhere(kind: str) -> None:
     close(run(q[:, :, 9:], k, v, decay=decay, beta=beta, **options), want[:, :, 9:], eps=512)  # queries of the end
     early = run(torch.cat([q[:, :, :4], q], 2), k, v, decay=decay, beta=beta, **options)
     close(early, torch.nn.functional.pad(want, (0, 0, 4, 0)), eps=512)
-    state, outs = None, []
+    state, outs = LinearState.zero(2, 2, 3, 5), []  # in float32
     for part in (slice(0, 6), slice(6, 7), slice(7, 13)):
         cut = [x if x is None or x.ndim == 1 else x[:, :, part] for x in (decay, beta)]
         here = (x[:, :, part] for x in (q, k, v))
         out, state = with_state(*here, state=state, decay=cut[0], beta=cut[1], **options)
         outs.append(out)
-    assert state is not None
     close(torch.cat(outs, 2), want, eps=512)
     close(state.kv, final.kv, eps=512)
     with pytest.raises(InputError, match="merge"):
@@ -291,6 +289,18 @@ def test_gated_delta_rule_of_transformers() -> None:
         want, final = form(*given, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
         close(got, want.transpose(1, 2), eps=64)
         close(state.kv, final, eps=64)
+
+
+def test_a_gated_state_under_vmap() -> None:
+    q, k, v = triple()
+    decay, beta = gates("channel delta")
+    options: dict[str, Any] = {"features": unit, "normalize": False}
+
+    def alone(*x: Any) -> Tensor:
+        q, k, v, decay, beta = (one[None] for one in x)
+        return run(q, k, v, decay=decay, beta=beta, **options)[0]
+
+    close(torch.vmap(alone)(q, k, v, decay, beta), run(q, k, v, decay=decay, beta=beta, **options), eps=512)
 
 
 def test_a_constant_decay_without_division_is_retention() -> None:
@@ -412,7 +422,7 @@ def test_linformer_has_gradients_and_padding() -> None:
 
 
 Q, K, V = triple()
-REFUSALS: list[tuple[str, Callable[[], object]]] = [
+REFUSALS: list[tuple[Any, ...]] = [
     ("chunk", lambda: run(Q, K, V, chunk=0)),
     ("map", lambda: run(Q, K, V, features=3)),
     ("q", lambda: run(Q, K[..., :2], V)),

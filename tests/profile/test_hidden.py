@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conftest import refused
 from hf_models import build, enliven, inputs
@@ -36,13 +36,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class without its ending, s
 }
 
 
-def made(family: str) -> nn.Module:
+def made(family: str) -> Any:
     name, settings = MODELS[family]
     module = importlib.import_module(f"transformers.models.{family}")
     torch.manual_seed(0)
     model = getattr(module, f"{name}Model")(getattr(module, f"{name}Config")(**SIZES | settings))
     enliven(model)
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def test_hidden_maps_are_what_the_models_own_rule_does_to_a_unit_matrix(
     monkeypatch.setitem(names, name, kept)
     maps = hidden_maps(model, input_ids=IDS)
     assert names[name] is kept
-    linear = [i for i, kind in enumerate(model.config.layer_types) if kind == "linear_attention"]  # type: ignore[union-attr]
+    linear = [i for i, kind in enumerate(model.config.layer_types) if kind == "linear_attention"]
     assert list(maps) == linear
     for got, want in zip(maps.values(), wants, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

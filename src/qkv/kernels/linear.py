@@ -211,8 +211,8 @@ def gated(
     q = torch.nn.functional.pad(q, (0, 0, n - q.shape[2], 0)).unflatten(1, (hkv, -1))
     decay = k.new_zeros(1, 1, 1).expand(b, hkv, n) if decay is None else decay.to(dtype)
     beta = None if beta is None else beta.to(dtype)
-    chunk = max(1, min(chunk, n, GATED_CHUNK if decay.ndim == 3 else CHANNEL_CHUNK))
-    s = state.kv if beta is not None else torch.cat([state.kv, state.k_sum[..., None]], 3)
+    chunk = min(chunk, n, GATED_CHUNK if decay.ndim == 3 else CHANNEL_CHUNK)
+    s = (state.kv if beta is not None else torch.cat([state.kv, state.k_sum[..., None]], 3)).to(dtype)
     if beta is None:
         v = torch.cat([v, torch.ones_like(v[..., :1])], 3)  # the sum of the weights
     widest = max(q.shape[2], 2) * chunk * (m if decay.ndim == 4 else 1) + m + dv
@@ -221,7 +221,7 @@ def gated(
         gates = decay[:, :, part], None if beta is None else beta[:, :, part]
         out, s = _steps(q[:, :, :, part], k[:, :, part], v[:, :, part], s, *gates, chunk)
         outs.append(out)
-    out = torch.cat(outs, 3) if outs else v.new_zeros(*q.shape[:3], 0, v.shape[3])
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, 3)
     out = torch.nn.functional.pad(out, (0, 0, max(0, n_queries - n), 0))[:, :, :, -n_queries:].flatten(1, 2)
     if beta is not None:
         return out, LinearState(s, torch.zeros_like(s[..., 0]), "delta")
