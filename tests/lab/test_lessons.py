@@ -17,7 +17,7 @@ from conftest import Command, refused
 from forked import Forked
 from qkv_lab import check
 from qkv_lab.answers import answer, child
-from qkv_lab.answers.grading import Verdict
+from qkv_lab.answers.grading import Verdict, handed_in
 from qkv_lab.lessons.catalog import lesson
 from qkv_lab.lessons.exercises import Exercise, exercise, exercises
 from qkv_lab.lessons.page import Cell
@@ -73,6 +73,17 @@ def test_notebooks_are_valid_and_fold_solutions(tmp_path: Path, command: Command
     folded = [cell for cell in made.cells if cell.metadata.get("jupyter") == {"source_hidden": True}]
     assert len(folded) == 3
     assert all("assert check." in cell.source for cell in folded)
+    command.succeeds("lab", "sinks", "--notebook", "--no-solutions", "--out", tmp_path)
+    unsolved = nbformat.read(tmp_path / "sinks.ipynb", 4)
+    nbformat.validate(unsolved)
+    assert len(unsolved.cells) == len(made.cells)
+    graded = {x.metadata.nbgrader.grade_id: x.source for x in unsolved.cells if "nbgrader" in x.metadata}
+    assert [name for name in graded if "answer" not in name] == ["sink_rate", "key_bias", "off_by_one"]
+    assert graded["key_bias"] == "assert check.key_bias(with_key)"
+    found = handed_in(tmp_path)
+    assert [x.exercise for x in found] == ["sink_rate", "key_bias", "off_by_one"]
+    assert found[1].code == exercise("key_bias").start.rstrip()
+    command.refuses("lab", "sinks", "--no-solutions")
 
 
 Judge = Callable[[str], int]

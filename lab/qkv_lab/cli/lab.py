@@ -11,6 +11,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from qkv.cli.shared import folder
 from qkv.cli.terminal import print_line, show, table
+from qkv.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +27,7 @@ def lab(
     *,
     notebook: Annotated[bool, FlagCreatePairsOff] = False,
     no_code: Annotated[bool, FlagCreatePairsOff] = False,
+    no_solutions: Annotated[bool, FlagCreatePairsOff] = False,
     out: Annotated[Path, arg(metavar="DIR")] = Path("qkv-lab"),
 ) -> None:
     """Work through a lab, a chapter of the tutorial or a page of background, offline.
@@ -48,10 +50,14 @@ def lab(
         names: Names of labs or chapters. Without a name the command lists them.
         notebook: Write Jupyter notebooks instead of running the code here.
         no_code: Print the text and the results alone.
+        no_solutions: Write notebooks in which a test stands in the place of each solution, for a class, also with
+            nbgrader. The notebook with solutions is the key.
         out: Folder for figures and notebooks. It is created if it does not exist.
     """
     from qkv_lab.lessons.catalog import lesson
 
+    if no_solutions and not notebook:
+        raise InputError("--no-solutions is for notebooks: give --notebook, too")
     if not names:
         _list()
         return
@@ -60,7 +66,7 @@ def lab(
         if one.part == "_static":
             _open(one, out)
         elif notebook:
-            _write_notebook(one, out)
+            _write_notebook(one, out, solutions=not no_solutions)
         else:
             _run(one, out / one.name, no_code)
 
@@ -80,13 +86,13 @@ def _list() -> None:
     show("usage: qkv lab NAME … [--notebook] [--out DIR], and qkv check for the exercises")
 
 
-def _write_notebook(one: Lesson, out: Path) -> None:
+def _write_notebook(one: Lesson, out: Path, *, solutions: bool) -> None:
     from qkv._files import write_atomically
     from qkv_lab.lessons.notebook import notebook
 
     path = out / f"{one.name}.ipynb"
     with folder(out):
-        write_atomically(path, notebook(one.text()))
+        write_atomically(path, notebook(one.text(), solutions=solutions))
     print_line("Notebook", f"{path}   (jupyter lab {path})", main=True)
 
 
