@@ -76,7 +76,7 @@ def linear_attend(
             head (RetNet), each token (Mamba-2, Gated DeltaNet), or each token and feature (GLA, Kimi Linear); −inf
             forgets everything. Needs `causal`.
         beta: the rate β of the delta rule, for each key head or each token. It needs `causal` and ``normalize=False``,
-            and keys with β |φ(k)|² ≤ 2, such as features of length 1: else the state grows.
+            and keys with ``β |φ(k)|² ≤ 2``, such as features of length 1: else the state grows.
         state: the state returned by an earlier call, to continue from.
         chunk: tokens per chunk. It changes speed and memory, not the result; 1 is the recurrence of the paper. With
             `decay` or `beta` at most 64, with a decay of each feature at most 16.

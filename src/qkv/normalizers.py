@@ -428,7 +428,7 @@ def Sparsemax(temperature: float = 1.0) -> Entmax:  # noqa: N802  (named like a 
 
 @dataclass(frozen=True, eq=False)
 class Softpick(SumToOne):
-    """Rectified softmax: max(e^s − 1, 0) / Σ |e^s − 1| (Zuhri, Fuadi & Aji 2025, arXiv:2504.20966).
+    """Rectified softmax: ``max(e^s − 1, 0) / Σ |e^s − 1|`` (Zuhri, Fuadi & Aji 2025, arXiv:2504.20966).
 
     Keys with s ≤ 0 get no weight and count in the divisor, so a row may sum to less than one, or to 0: a query that
     needs no key needs no sink. The paper's ε of the divisor is 0 here; a row of scores that are all 0 has weights 0.
