@@ -257,6 +257,20 @@ def _elu_plus_one(s: Tensor) -> Tensor:
     return torch.where(s == -torch.inf, 0.0, elu(s) + 1)
 
 
+def eager_additive(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
+    """Plain torch operations: the hidden layer of every pair of a query and a key, and its product with a vector."""
+    if 16 * case.scores > LARGEST:
+        return None
+    masked = ~case.visible(masks.Causal())
+    vector, w_q, w_k = (x.to(case.dtype) for x in (case.table(16), case.table(16, case.dim), case.table(16, case.dim)))
+
+    def run() -> Tensor:
+        hidden = torch.tanh((q @ w_q.T)[..., :, None, :] + (k @ w_k.T)[..., None, :, :])
+        return (hidden @ vector).masked_fill(masked, -torch.inf).softmax(-1) @ v
+
+    return run
+
+
 WINDOW, BIGBIRD, LONGFORMER = masks.Window(256), masks.bigbird(), masks.longformer(512)
 
 
@@ -369,7 +383,7 @@ MECHANISMS: dict[str, Mechanism] = {
                 case.table(16, case.dim).to(case.dtype),
             ),
         },
-        {"plain": plain},
+        {"eager": eager_additive, "plain": plain},
     ),
     "linear": Mechanism(
         "linear attention, elu + 1",

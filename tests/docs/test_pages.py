@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import shlex
 import socket
 import sys
@@ -145,3 +146,25 @@ def _recorded(name: str, command: Any, ran: list[str]) -> Any:
         ran.append(name)
 
     return record
+
+
+THING = r"(?:code|cells?|listing|figures?|pictures?|plots?|maps?|heatmaps?|tables?|diagrams?)"
+PLACED = re.compile(rf"\b{THING} (above|below)\b|\b(above|below) {THING}\b")
+SHOWN = re.compile(r"^(?:`{3,}(?:\{code-cell\}|python|console|sh|text)|!\[|\| |\$ | {4}\S|```\{)", re.MULTILINE)
+
+
+def missing_things(text: str) -> list[str]:
+    """The phrases "code below", "the table above" and the like without code, a figure or a table within 40 lines."""
+    found = []
+    for match in PLACED.finditer(text):
+        lines = text[match.end() :].split("\n")[:40] if "below" in match[0] else text[: match.start()].split("\n")[-40:]
+        if not SHOWN.search("\n".join(lines[1:] if "below" in match[0] else lines[:-1])):
+            found.append(match[0])
+    return found
+
+
+def test_code_and_figures_above_and_below_are_there() -> None:
+    assert missing_things("The code below.\n\nNo code.\n\nThe figure above.") == ["code below", "figure above"]
+    assert missing_things("The code below.\n\n```python\nx\n```\n\nThe figure above.") == []
+    texts = {page: (pages.ROOT / page).read_text(encoding="utf-8") for page in pages.pages()}
+    assert {page: lost for page, text in texts.items() if (lost := missing_things(text))} == {}

@@ -163,8 +163,9 @@ def _show(task: Task, trained: Trained) -> None:
         rows.add_section()
     show(rows)
     model = trained.folder / MODEL
+    size = sum(p.numel() for p in trained.model.parameters())
     named = shlex.quote(str(model))
-    print_line("Model", f"{model}   (qkv.models.load)", main=True)
+    print_line("Model", f"{model}   ({size:,} parameters; qkv.models.load)", main=True)
     print_files(sorted((trained.folder / FIGURES).glob("*.png")))
     print_line("Settings", trained.folder / RUN)
     print_line("Next", f"qkv profile {named}")

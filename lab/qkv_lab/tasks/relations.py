@@ -26,6 +26,8 @@ ADJECTIVES = 4
 """The number of adjectives that fit animals, and of those that fit places."""
 FILLERS = 16
 """The number of different words without a role."""
+LEARNT = 0.9
+"""Both answers are learnt if they are right at this share of positions."""
 PICKS = 0.9
 """A head resolves the pronoun if it prefers the antecedent to the other noun in at least this share of sentences."""
 
@@ -130,6 +132,8 @@ class Lookups(Symbols):
 
         measured, found, ids = self.evaluate(model), self.check(model), self.unseen()[:1]
         share = "One head does both look-ups" if found["heads"] == 1 else "Each look-up has a head of its own"
+        if measured["accuracy"] < LEARNT:
+            share = f"The look-ups are not learnt: both answers correct at {measured['accuracy']:.0%} of positions"
         longer = f", {measured['longer_accuracy']:.1%} beyond" if "longer_accuracy" in measured else ""
         note = (
             f"{self.shape}, {self.model.positions} positions; held-out sequences. Both answers correct at "

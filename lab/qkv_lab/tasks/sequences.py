@@ -203,11 +203,12 @@ class Copy(Ending):
         return torch.cat([drawn, torch.full((len(drawn), 1), heads.SEPARATOR), drawn], 1)
 
     def evaluate(self, model: Any) -> Measured:
-        """The accuracy of greedy copies of held-out sequences.
+        """The accuracy of greedy copies of held-out sequences, and the loss where each next token is predicted.
 
         Returns:
             ``token_accuracy`` and ``sequence_accuracy``, over the trained lengths; ``token_accuracy_by_length``
-            and ``sequence_accuracy_by_length`` for each of ``lengths``, min_length … longest.
+            and ``sequence_accuracy_by_length`` for each of ``lengths``, min_length … longest; ``loss`` (nats), with
+            teacher forcing, at max_length. Without a causal mask the loss is small, and no copy can be written.
         """
         lengths = list(range(self.min_length, self.longest + 1))
         right = [self.right(model, self.unseen(length)) for length in lengths]
@@ -216,6 +217,7 @@ class Copy(Ending):
         return {
             "token_accuracy": float(np.mean(tokens[:trained])),
             "sequence_accuracy": float(np.mean(whole[:trained])),
+            "loss": self.loss(model, {"ids": on(model, self.unseen(self.max_length))}).item(),
             "lengths": lengths,
             "token_accuracy_by_length": tokens,
             "sequence_accuracy_by_length": whole,

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
@@ -113,8 +114,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "layers", "heads", "d_model"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}, expected at least 1")
+            if not isinstance(value := getattr(self, name), Integral) or value < 1:
+                raise InputError(f"{name} is {value!r}, expected a whole number, at least 1")
         one_of("positions", self.positions, POSITIONS)
         one_of("normalizer", self.normalizer, NORMALIZERS)
         if self.rotary_scaling is not None:
