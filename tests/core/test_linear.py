@@ -211,7 +211,7 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tens
 @pytest.mark.parametrize("chunk", [1, 5, 99])
 def test_a_chunked_gated_state_is_the_recurrence(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Output, state and all gradients, with three query heads for each key head, over segments of one chunk."""
-    monkeypatch.setattr("qkv.kernels.linear.SEGMENT", 1)
+    monkeypatch.setattr("qkv.kernels.linear.GATED_SEGMENT", 1)
     q, k, v = triple(nq=13, grad=True)
     decay, beta = gates(kind)
     leaves = [q, k, v, *(x.requires_grad_() for x in (decay, beta) if x is not None)]

@@ -27,6 +27,7 @@ from qkv.results import Result
 CHUNK = 128
 GATED_CHUNK, CHANNEL_CHUNK = 64, 16  # at most so many tokens with decay or delta rule; with a decay of each channel
 SEGMENT = 2**21  # elements in the largest temporary of a segment of the sequence
+GATED_SEGMENT = 2**20
 EVERYTHING, PAST = (-math.inf, math.inf), (0, math.inf)  # the bands of no mask and of `Causal`
 
 
@@ -217,7 +218,7 @@ def gated(
         v = torch.cat([v, torch.ones_like(v[..., :1])], 3)  # the sum of the weights
     widest = max(q.shape[2], 2) * chunk * (m if decay.ndim == 4 else 1) + m + dv
     outs = []
-    for part in spans(n, chunk * max(1, SEGMENT // (b * hkv * widest * chunk))):
+    for part in spans(n, chunk * max(1, GATED_SEGMENT // (b * hkv * widest * chunk))):
         gates = decay[:, :, part], None if beta is None else beta[:, :, part]
         out, s = _steps(q[:, :, :, part], k[:, :, part], v[:, :, part], s, *gates, chunk)
         outs.append(out)
@@ -242,6 +243,7 @@ def _steps(
     group, n = q.shape[2:4]
     pad, channels = -n % chunk, decay.ndim == 4
     q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, pad)) for x in (q, k, v))
+    state = state.flatten(0, 1)
     decay = torch.nn.functional.pad(decay, (0, 0, 0, pad) if channels else (0, pad)).unflatten(2, (-1, chunk))
     k, v = k.unflatten(2, (-1, chunk)), v.unflatten(2, (-1, chunk))  # (b, hkv, chunks, chunk, …)
     q = q.unflatten(3, (-1, chunk)).transpose(2, 3)  # (b, hkv, chunks, group, chunk, m)
@@ -274,9 +276,12 @@ def _steps(
         weights, before = weights[:, :, :, :-1], before[:, :, :, :-1]
     starts, values = [], []
     for i in range(k.shape[2]):
-        value = v[:, :, i] if beta is None else v[:, :, i] - old[:, :, i] @ state
+        value, gate = v[:, :, i].flatten(0, 1), kept[:, :, i].flatten(0, 1)
+        if beta is not None:
+            value = torch.baddbmm(value, old[:, :, i].flatten(0, 1), state, alpha=-1)
         starts.append(state)
         values.append(value)
-        state = state * kept[:, :, i] + written[:, :, i].mT @ value
-    out = weights.flatten(3, 4) @ torch.stack(values, 2) + before.flatten(3, 4) @ torch.stack(starts, 2)
+        state = torch.baddbmm(state * gate, written[:, :, i].flatten(0, 1).mT, value)
+    value, start, state = (x.unflatten(0, k.shape[:2]) for x in (torch.stack(values, 1), torch.stack(starts, 1), state))
+    out = weights.flatten(3, 4) @ value + before.flatten(3, 4) @ start
     return out.unflatten(3, (group, chunk)).transpose(2, 3).flatten(3, 4)[:, :, :, :n], state
