@@ -47,6 +47,12 @@ def unscaled() -> Any:
     return weights.tolist(), (weights @ v).tolist()
 
 
+def half_rotary(x: Tensor, at: Tensor, base: float = 1e4) -> Tensor:
+    angles = at[:, None] * base ** (-torch.arange(0, x.shape[-1], 2).double() / x.shape[-1])
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+
 def multi_head(x: Any, q: Any, k: Any, v: Any, o: Any, heads: int, mask: Any = None) -> Any:
     out, weights = attend(*(split(x @ w, heads) for w in (q, k, v)), mask, x.shape[-1] ** -0.5)  # not of a head
     return merge(out) @ o, weights
@@ -110,6 +116,18 @@ WRONG: dict[str, tuple[str, Answer]] = {  # for each exercise a part of the hint
     "entropy": ("makes NaN", lambda w: -(w * w.log()).sum(-1)),
     "temperature": ("multiplied by it", lambda q, k, v, temperature=1.0: attend(q * temperature, k, v)),
     "by_hand": ("not scaled", unscaled),
+    "rotary": ("half the width away", half_rotary),
+    "grouped_queries": (
+        "take turns",
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q, *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v)), is_causal=True
+        ),
+    ),
+    "kv_cache": (
+        "attends to itself alone",
+        lambda q, k, v, keys, values: (v.clone(), torch.cat([keys, k], 2), torch.cat([values, v], 2)),
+    ),
+    "linear_state": ("not divided", lambda q, k, v: ((F.elu(q) + 1) @ (F.elu(k) + 1).mT).tril() @ v),
     "causal_mask": ("lower triangle", lambda n: torch.ones(n, n).triu().bool()),
     "multi_head": ("√d_model", multi_head),
     "dropout": ("in evaluation, too", dropout),

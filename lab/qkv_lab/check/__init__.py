@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qkv_lab.check.attention import additive_score, alignment_accuracy, attention, entropy, temperature
 from qkv_lab.check.heads import causal_mask, cross_attention, dropout, multi_head, parameter_count, sink_token
+from qkv_lab.check.long import grouped_queries, kv_cache, linear_state, rotary
 from qkv_lab.check.lookup import einsum_attention, online_softmax, reversal_score, soft_lookup, stable_softmax
 from qkv_lab.check.sinks import first_token, key_bias, off_by_one, sink_rate
 from qkv_lab.check.worksheet import by_hand, numbers
@@ -19,13 +20,17 @@ __all__ = [
     "einsum_attention",
     "entropy",
     "first_token",
+    "grouped_queries",
     "key_bias",
+    "kv_cache",
+    "linear_state",
     "multi_head",
     "numbers",
     "off_by_one",
     "online_softmax",
     "parameter_count",
     "reversal_score",
+    "rotary",
     "sink_rate",
     "sink_token",
     "soft_lookup",

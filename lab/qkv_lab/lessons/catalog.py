@@ -50,6 +50,7 @@ LESSONS = (
     Lesson("reversal", "labs", 60, "a small Transformer on a task with a known solution"),
     Lesson("bahdanau", "labs", 50, "additive attention; models that translate"),
     Lesson("caption", "labs", 30, "experiments with a model that describes scenes"),
+    Lesson("long", "labs", 50, "positions that rotate, shared keys, a cache, linear attention"),
     Lesson("worked-example", "labs", 35, "the sources' calculations by hand, to three decimals"),
     Lesson("recurrence", "background", 15, "RNNs and attention: path, steps, memory, and gradients over distance"),
     Lesson("routing", "background", 10, "what skip connections, gates and attention have in common"),
