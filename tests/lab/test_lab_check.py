@@ -128,6 +128,8 @@ WRONG: dict[str, tuple[str, Answer]] = {  # for each exercise a part of the hint
         lambda q, k, v, keys, values: (v.clone(), torch.cat([keys, k], 2), torch.cat([values, v], 2)),
     ),
     "linear_state": ("not divided", lambda q, k, v: ((F.elu(q) + 1) @ (F.elu(k) + 1).mT).tril() @ v),
+    "sink_curve": ("first query is included", lambda w: w.cumsum(-1)[..., 1:] / np.arange(2, w.shape[-1] + 1)),
+    "compare_models": ("not 1/n", lambda w, causal: (w[..., 1:].mean(-1), 1 / w.shape[-1])),
     "causal_mask": ("lower triangle", lambda n: torch.ones(n, n).triu().bool()),
     "multi_head": ("√d_model", multi_head),
     "dropout": ("in evaluation, too", dropout),

@@ -6,7 +6,7 @@ from qkv_lab.check.attention import additive_score, alignment_accuracy, attentio
 from qkv_lab.check.heads import causal_mask, cross_attention, dropout, multi_head, parameter_count, sink_token
 from qkv_lab.check.long import grouped_queries, kv_cache, linear_state, rotary
 from qkv_lab.check.lookup import einsum_attention, online_softmax, reversal_score, soft_lookup, stable_softmax
-from qkv_lab.check.sinks import first_token, key_bias, off_by_one, sink_rate
+from qkv_lab.check.sinks import compare_models, first_token, key_bias, off_by_one, sink_curve, sink_rate
 from qkv_lab.check.worksheet import by_hand, numbers
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "attention",
     "by_hand",
     "causal_mask",
+    "compare_models",
     "cross_attention",
     "dropout",
     "einsum_attention",
@@ -31,6 +32,7 @@ __all__ = [
     "parameter_count",
     "reversal_score",
     "rotary",
+    "sink_curve",
     "sink_rate",
     "sink_token",
     "soft_lookup",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,6 +89,16 @@ def pair(got: object) -> tuple[Tensor, Tensor]:
         found = f"a tuple of {len(got)}" if isinstance(got, tuple) else type(got).__name__
         raise Wrong(f"it returns {found}, expected a pair of tensors: out, weights")
     return got
+
+
+def array(got: object, what: str) -> Tensor:
+    """The result of an answer as a tensor; `Wrong` if it is not an array of numbers."""
+    try:
+        if got is not None:
+            return torch.tensor(np.asarray(got, dtype=np.float64))
+    except (TypeError, ValueError):
+        pass
+    raise Wrong(f"{what} is {type(got).__name__}, expected an array of numbers")
 
 
 def expect(

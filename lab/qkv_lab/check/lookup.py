@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv import masks, reference
-from qkv_lab.check.hints import Wrong, draw, exercise, expect, mask_mistakes, pair, scale_mistakes, trial
+from qkv_lab.check.hints import Wrong, array, draw, exercise, expect, mask_mistakes, pair, scale_mistakes, trial
 
 Array = np.ndarray
 MASKED = -math.inf
@@ -145,7 +145,7 @@ def _check_online(answer: Callable[..., object], blocks: Blocks) -> None:
         found = answer(_Once([(s.numpy().copy(), v.numpy().copy()) for s, v in blocks]))
     if not isinstance(found, tuple) or len(found) != 2:
         raise Wrong("expected two results: the output and the log-sum-exp")
-    out, lse = _tensor(found[0], "the output"), _tensor(found[1], "the log-sum-exp")
+    out, lse = array(found[0], "the output"), array(found[1], "the log-sum-exp")
     hint = "exp overflows or underflows; subtract the largest score *so far*, and update it as it rises"
     if not bool(blocks[0][0].isfinite().any()):
         hint = "after a block of masked keys the largest score is −∞, and −∞ − (−∞) is NaN; skip such a block"
@@ -224,7 +224,7 @@ def _result(answer: Callable[..., object], *inputs: Array) -> Tensor:
     """What an answer returns for some arrays; `Wrong` with a hint if NumPy reports shapes that do not match."""
     try:
         with np.errstate(all="ignore"):
-            return _tensor(answer(*inputs), "the answer")
+            return array(answer(*inputs), "the answer")
     except ValueError as error:
         if "broadcast" in str(error):
             raise Wrong(
@@ -234,16 +234,6 @@ def _result(answer: Callable[..., object], *inputs: Array) -> Tensor:
             shapes = "scores are q @ k.T, (nq, nk), and outputs weights @ v, (nq, dv)"
             raise Wrong(f"shapes of a matrix product do not match; {shapes}") from None
         raise
-
-
-def _tensor(got: object, what: str) -> Tensor:
-    """The result of an answer as a tensor; `Wrong` if it is not an array of numbers."""
-    try:
-        if got is not None:
-            return torch.tensor(np.asarray(got, dtype=np.float64))
-    except (TypeError, ValueError):
-        pass
-    raise Wrong(f"{what} is {type(got).__name__}, expected an array of numbers")
 
 
 OutWeights = tuple[Float[Tensor, "b n m"], Float[Tensor, "b h n n"]]

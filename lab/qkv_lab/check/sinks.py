@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from qkv.normalizers import Softmax
-from qkv_lab.check.hints import Wrong, draw, exercise, expect, expect_pair, expect_shape, pair, trial, truth
+from qkv_lab.check.hints import Wrong, array, draw, exercise, expect, expect_pair, expect_shape, pair, trial, truth
 
 
 @exercise
@@ -257,3 +258,57 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
 def _causal(scores: Float[Tensor, "*b n n"]) -> Float[Tensor, "*b n n"]:
     n = scores.shape[-1]
     return scores.masked_fill(~torch.ones(n, n).tril().bool(), -torch.inf).softmax(-1)
+
+
+@exercise
+def sink_curve(answer: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Exercise 3.1: the mean weight on the first key of a text's first 2, 3, … tokens, from one run.
+
+    Args:
+        answer: ``answer(whole)`` for an array (layers, heads, n): the weight of every query on the first key. Returns
+            (layers, heads, n − 1), whose entry i is the mean over queries 1 … i + 1.
+    """
+    whole = _causal(draw(2, 3, 9, 9))[..., 0].double()
+    counts = torch.arange(1, 9)
+    right = whole[..., 1:].cumsum(-1) / counts
+    mistakes = {
+        "the first query is included: it sees only itself, so its weight is always 1; leave it out": (
+            whole.cumsum(-1)[..., 1:] / (counts + 1)
+        ),
+        "the first query is included in the sum, but not in the count": whole.cumsum(-1)[..., 1:] / counts,
+        "the sums are not divided by the number of queries": whole[..., 1:].cumsum(-1),
+        "these are the weights of single queries, expected means over all queries up to each": whole[..., 1:],
+        "all sums are divided by the largest number of queries": whole[..., 1:].cumsum(-1) / 8,
+    }
+    with trial("a mean for each number of tokens"):
+        expect(array(answer(whole.numpy().copy()), "the answer"), right, "the answer", mistakes, 1e-9)
+
+
+@exercise
+def compare_models(answer: Callable[[np.ndarray, bool], tuple[np.ndarray, float]]) -> None:
+    """Exercise 3.2: the mean weight on the first key in every head, and its value where rows are uniform.
+
+    Args:
+        answer: ``answer(sink, causal)`` for an array (layers, heads, n), the weight of every query on the first key.
+            Returns the means (layers, heads) over queries 1 … n − 1, and the mean of these queries if each gave its
+            visible keys the same weight: query i has i + 1 of them if the model is causal, else n.
+    """
+    for name, n, causal in (("a causal model", 7, True), ("every key is visible", 6, False)):
+        sink = _causal(draw(2, 3, n, n))[..., 0].double()
+        harmonic = sum(1 / i for i in range(2, n + 1))
+        floors = {
+            "the floor of a causal model is the mean of 1/(i + 1) over queries 1 … n − 1, not 1/n": 1 / n,
+            "the first query is included in the floor: leave it out there, too": sum(1 / i for i in range(1, n + 1))
+            / n,
+            "where every key is visible, uniform rows give each key 1/n": harmonic / (n - 1),
+        }
+        floor = harmonic / (n - 1) if causal else 1 / n
+        with trial(name):
+            got = answer(sink.numpy().copy(), causal)
+            if not (isinstance(got, tuple) and len(got) == 2):
+                raise Wrong(f"it returns {type(got).__name__}, expected two: the means of heads, and the floor")
+            mistakes = {"the first query is included: leave it out": sink.mean(-1),
+                        "it is one number, expected one for each head": sink[..., 1:].mean()}  # fmt: skip
+            expect(array(got[0], "the means"), sink[..., 1:].mean(-1), "the means", mistakes, 1e-9)
+            wrong = {hint: torch.tensor(x, dtype=torch.float64) for hint, x in floors.items()}
+            expect(array(got[1], "the floor"), torch.tensor(floor, dtype=torch.float64), "the floor", wrong, 1e-9)
