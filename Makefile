@@ -82,7 +82,7 @@ sanitize: venv  ## test the native library built with AddressSanitizer and Undef
 	$(if $(PRODUCTS),$(CC) $(SANITIZE) -march=native -DBFLOAT16 -Dqkv_attend=qkv_attend_bfloat16 -c src/qkv/native/library.c -o $(PRODUCTS))
 	echo 'int qkv_level(void) { return $(if $(PRODUCTS),5,3); }' | $(CC) $(SANITIZE) -march=native -shared -x c - src/qkv/native/library.c -x none $(PRODUCTS) -o $(SANITIZED) -lm
 	CFLAGS='$(SANITIZE)' ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
-	  $(BIN)/python -c "import pathlib, pytest, qkv.native.binding; qkv.native.binding.LIBRARY = pathlib.Path('$(SANITIZED)'); \
+	  $(BIN)/python -c "import pathlib, pytest, qkv.native.library; qkv.native.library.LIBRARY = pathlib.Path('$(SANITIZED)'); \
 	  raise SystemExit(pytest.main(['-q', '-W', 'ignore::pytest.PytestAssertRewriteWarning', '-p', 'no:xdist', '-p', 'no:randomly', 'tests/core/test_native.py', '-k', 'differ or bits or nan']))"
 
 aarch64: venv  ## test the native library compiled for aarch64, under qemu (gcc-aarch64-linux-gnu and qemu-user)

@@ -231,6 +231,9 @@ class Expected:
         if name == "measure spread":
             resolved = SPREAD * eps / FLOAT32 + 16 * torch.finfo(torch.float64).eps * self.case.shape.nk**2
             tolerance = tolerance + (want.square() + resolved).sqrt() - want
+        if name in ("measure max_logit", "measure min_logit", "measure argmax"):
+            # Scores are sums of the level and the logarithm of a weight.
+            tolerance = tolerance + 4 * eps * (1 + self._largest_logarithm())
         return tolerance
 
     def _rounded_terms(self) -> Tensor:

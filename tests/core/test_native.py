@@ -387,6 +387,13 @@ def test_nan_in_keys_masked_for_all_queries_reaches_gradients() -> None:
     assert all(x.isfinite().all() for x in torch.autograd.grad(qkv.attend(*leaves, mask=Window(3)).sum(), leaves))
 
 
+def test_weights_whose_squares_underflow_have_effective_keys() -> None:
+    q, k = torch.zeros(1, 1, 70, 8), torch.zeros(1, 1, 40, 8)
+    for few in (q, q[:, :, :3]):
+        found = qkv.measure(few, k, normalizer=EluPlusOne(None), bias=TensorBias(torch.full((1, 40), -60.0)))
+        torch.testing.assert_close(found.effective_keys, torch.full_like(found.effective_keys, 40.0))
+
+
 def test_a_row_whose_weights_underflow_beside_a_sink_has_statistics() -> None:
     q, k, _ = inputs("grouped heads")
     for few in (q, q[:, :, -2:]):

@@ -155,6 +155,24 @@ def test_scores_that_an_own_object_keeps_stay_as_they_are(kernel: str, heads: in
         assert torch.equal(kept, before)
 
 
+def test_a_learned_factor_of_scores_has_gradients_in_rows_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Faded(biases.Bias):
+        def __init__(self, rate: Tensor) -> None:
+            self.rate = rate
+
+        def apply(self, scores: Tensor, region: masks.Region) -> Tensor:
+            return scores * torch.exp(-self.rate * (region.queries - region.keys).abs())  # keeps the scores
+
+    q, k, v = triple(1, 2, 1, 20, 20, 6, 5)
+    rate, slopes = torch.tensor([0.1, 0.3], dtype=torch.float64).view(2, 1, 1).requires_grad_(), []
+    set_tile(monkeypatch, 8)
+    for kernel in ("eager", "tiled"):
+        out = attend(q, k, v, mask=masks.Causal(), bias=Faded(rate), kernel=kernel)
+        slopes.append(torch.autograd.grad(out.square().sum(), (rate, q, k), retain_graph=True))
+    for x, y in zip(*slopes, strict=True):
+        close(x, y)
+
+
 def test_a_learned_tensor_in_a_closure_selects_the_eager_kernel() -> None:
     q, k, v = triple(2, HEADS, 2, 140, 150, 6, 5)
     hidden = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))

@@ -94,7 +94,7 @@ class Scratch:
     def give(self, tiles: Sequence[Tile], more: int = 0) -> None:
         """Let the tiles of a block put their products into the first buffer, beside further columns."""
         for tile, x in zip(tiles, self.split(0, tiles, more), strict=True):
-            tile.space = x
+            tile.space = x.data  # autograd counts changes of each alone: a bias may save its scores
 
 
 def attend_rows(tiles: Sequence[Tile], level: Tensor | None = None) -> tuple[Tensor, Rows]:

@@ -720,6 +720,7 @@ static void block(const Call *c, Space *s, int64_t batch, int64_t head, int64_t 
         if (c->counted && !c->counted[batch * c->nq + query + r]) row->seen = 0;
         s->weight[r] = row->seen ? w : 0;
         s->infinite |= row->bits != row->bits; /* a weight is negative: there is no entropy */
+        s->infinite |= c->rows && row->total != 0 && row->squares < 1e-30; /* the squares of its weights underflow */
         s->center[r] = empty || row->total == 0 ? 0 : (float)(row->place / row->total + (double)(query + r + shift));
         if (c->out) {
             Number *out = c->out + (base + r) * c->dv;

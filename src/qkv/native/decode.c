@@ -340,6 +340,7 @@ static int finish_head(const Call *c, const Keys *u, int64_t batch, int64_t head
             for (int64_t x = 0; x < STATISTICS + c->n_ranges; x++) if (x != MAX_LOGIT) to_row[x * all] = 0;
             continue;
         }
+        finite &= row->squares >= 1e-30; /* else the squares of its weights underflow */
         double spread = 0;
         for (int64_t t = 0; t < team; t++) spread += rows[t][r].spread;
         to_row[ENTROPY * all] = (float)fmax(log(row->total) - M_LN2 * row->bits / row->total, 0);
