@@ -163,7 +163,7 @@ def test_a_learned_factor_of_scores_has_gradients_in_rows_of_several_tiles(monke
         def apply(self, scores: Tensor, region: masks.Region) -> Tensor:
             return scores * torch.exp(-self.rate * (region.queries - region.keys).abs())  # keeps the scores
 
-    q, k, v = triple(1, 2, 1, 20, 20, 6, 5)
+    q, k, v = (x.requires_grad_() for x in triple(1, 2, 1, 20, 20, 6, 5))
     rate, slopes = torch.tensor([0.1, 0.3], dtype=torch.float64).view(2, 1, 1).requires_grad_(), []
     set_tile(monkeypatch, 8)
     for kernel in ("eager", "tiled"):
