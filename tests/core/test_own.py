@@ -167,7 +167,7 @@ def test_a_learned_factor_of_scores_has_gradients_in_rows_of_several_tiles(monke
     rate, slopes = torch.tensor([0.1, 0.3], dtype=torch.float64).view(2, 1, 1).requires_grad_(), []
     set_tile(monkeypatch, 8)
     for kernel in ("eager", "tiled"):
-        out = attend(q, k, v, mask=masks.Causal(), bias=Faded(rate), kernel=kernel)
+        out = attend(q, k, v, mask=masks.Causal(), bias=Faded(rate), normalizer=normalizers.Entmax(), kernel=kernel)
         slopes.append(torch.autograd.grad(out.square().sum(), (rate, q, k), retain_graph=True))
     for x, y in zip(*slopes, strict=True):
         close(x, y)
