@@ -328,7 +328,7 @@ def test_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
     for change, message in (
         ({"layrs": 3}, "did you mean 'layers'"), ({"d_hidden": 18}, "wrong shape: blocks"),
         ({"layers": 1}, "unexpected: blocks.1"), ({"layers": 3}, "missing: blocks.2"), ({"dropout": 2.0}, "dropout"),
-        ({"layers": "a"}, "layers is 'a'"), ({"norm_eps": "x"}, "config.json"), ({"d_model": 32.0}, "config.json"),
+        ({"layers": "a"}, "layers is 'a'"), ({"norm_eps": "x"}, "config.json"), ({"d_model": 32.0}, "d_model is 32.0"),
     ):  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps(json.loads(before) | {"config": entries | change}))
         with pytest.raises(qkv.InputError, match=message):
