@@ -9,6 +9,7 @@ int qkv_decode(const void *call);
 int qkv_gradients(const void *call);
 int qkv_pool(const void *weights);
 int qkv_eigenvalues(const void *matrices);
+int qkv_nodes(const void *scores);
 
 typedef struct {
     int64_t address, size;
@@ -30,7 +31,9 @@ static char *found(const Block *blocks, int64_t n, int64_t address) {
 }
 
 int main(void) {
-    int (*const functions[])(const void *) = {qkv_attend, qkv_decode, qkv_gradients, qkv_pool, qkv_eigenvalues};
+    int (*const functions[])(const void *) = {
+        qkv_attend, qkv_decode, qkv_gradients, qkv_pool, qkv_eigenvalues, qkv_nodes,
+    };
     for (;;) {
         const int64_t function = number(), n = number();
         Block *blocks = malloc((size_t)n * sizeof *blocks);

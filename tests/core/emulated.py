@@ -53,6 +53,9 @@ class Emulated:
     def qkv_eigenvalues(self, arguments: ctypes.Structure) -> int:
         return self._call(4, arguments)
 
+    def qkv_nodes(self, arguments: ctypes.Structure) -> int:
+        return self._call(5, arguments)
+
     def _call(self, function: int, arguments: ctypes.Structure) -> int:
         sent, received = self.process.stdin, self.process.stdout
         assert sent is not None
