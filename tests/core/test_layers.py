@@ -11,8 +11,8 @@ from torch import Tensor
 from conftest import close, rand, refused
 from qkv import Attention, measure
 from qkv.cache import Full, Latent, Sliding
-from qkv.masks import Causal, TopKeys
-from qkv.nn import DifferentialAttention, LatentAttention
+from qkv.masks import Causal, Prefix, TopKeys, Window
+from qkv.nn import DifferentialAttention, ForgettingAttention, LatentAttention
 from qkv.positions import Rotary
 from qkv.scores import Cosine
 
@@ -112,6 +112,22 @@ def test_differential_attention_differs_from_its_formula() -> None:
         *(torch.autograd.grad((y * slope).sum(), list(layer.parameters())) for y in (out, want)), strict=True
     ):
         close(a, b, eps=8192)
+
+
+def test_forgetting_attention_differs_from_its_formula_or_takes_masks_of_later_keys() -> None:
+    layer, x = ForgettingAttention(16, 2).double(), rand(2, 7, 16)
+    _, found = layer(x, mask=Causal(), return_weights=True)
+    q, k, _ = layer.in_proj(x).view(2, 7, 6, 8).transpose(1, 2).split(2, 1)
+    gates = torch.sigmoid(layer.forget(x)).mT
+    kept = torch.stack([gates[:, :, j + 1 : i + 1].prod(-1) for i in range(7) for j in range(7)], -1).unflatten(
+        -1, (7, 7)
+    )
+    weights = ((q @ k.mT / 8**0.5).exp() * kept).tril()
+    close(found, weights / weights.sum(-1, keepdim=True))
+    assert torch.equal(layer(x, mask=Window(9)), layer(x, is_causal=True))
+    for mask in (None, Prefix(3) | Causal()):
+        with refused("mask"):
+            layer(x, mask=mask)
 
 
 def test_layers_refuse_sizes_scores_and_results_that_do_not_fit() -> None:

@@ -27,7 +27,8 @@ from qkv.compat import autocast_dtype
 from qkv.engine import Call
 from qkv.errors import InputError
 from qkv.kernels import opaque, serve
-from qkv.masks import And, Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
+from qkv.masks import Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
+from qkv.masks.convert import is_causal
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
 
@@ -364,21 +365,6 @@ def lazy_mask(
         mask = padding if mask is None or shows_all else mask & padding
     floating = dtype if dtype.is_floating_point else torch.float32
     return LazyMask(mask, grid, floating, keys, kv_length, arguments)
-
-
-def is_causal(mask: Mask | None) -> bool:
-    """True if no query can attend to a later key."""
-    match mask:
-        case None:
-            return False
-        case And(left, right):
-            return is_causal(left) or is_causal(right)
-        case Dense(tensor):
-            n_queries, n_keys = tensor.shape[2:]
-            offset = n_keys - n_queries
-            to_self = n_queries > 1 and bool(tensor.diagonal(offset, 2, 3).any())  # queries and keys are one text
-            return to_self and not bool(tensor.triu(offset + 1).any())
-    return mask.band is not None and mask.band[0] >= 0
 
 
 def _real_keys(attention_mask: Tensor | None, offset: int, length: int) -> Tensor | None:

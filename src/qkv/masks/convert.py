@@ -17,13 +17,29 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of
-from qkv.masks.base import FULL, PARTIAL, Grid, Mask, Predicate, Shifted, partial_rows, whole_status
+from qkv.masks.base import FULL, PARTIAL, And, Grid, Mask, Predicate, Shifted, partial_rows, whole_status
 from qkv.masks.built_in import Causal, Dense, Prefix
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def is_causal(mask: Mask | None) -> bool:
+    """True if no query can attend to a later key."""
+    match mask:
+        case None:
+            return False
+        case And(left, right):
+            return is_causal(left) or is_causal(right)
+        case Dense(tensor):
+            n_queries, n_keys = tensor.shape[2:]
+            offset = n_keys - n_queries
+            to_self = n_queries > 1 and bool(tensor.diagonal(offset, 2, 3).any())  # queries and keys are one text
+            return to_self and not bool(tensor.triu(offset + 1).any())
+    return mask.band is not None and mask.band[0] >= 0
+
 
 # --- torch.nn.functional.scaled_dot_product_attention ----------------------------------------------------------------
 

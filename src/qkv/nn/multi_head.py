@@ -24,7 +24,7 @@ from qkv.engine import as_biases, as_mask
 from qkv.errors import InputError, at_least_one, kind_of, one_of
 from qkv.features import elu_plus_one
 from qkv.linear import LinearState, linear_attend, linformer
-from qkv.masks import Causal, Dense, Grid, Mask, Padding, from_sdpa
+from qkv.masks import Causal, Dense, Grid, Mask, Padding, convert, from_sdpa
 from qkv.normalizers import Identity, Softmax, SumToOne
 from qkv.positions import Rotary
 from qkv.scores import Features
@@ -360,6 +360,12 @@ class MultiHeadAttention(nn.Module):
         if cross and self.forget is not None:
             raise InputError(
                 "context is passed, but forget gates are those of the tokens of x; expected a MultiHeadAttention"
+            )
+        given = (as_mask(self.composition.attention.mask), as_mask(mask)) if self.forget is not None else ()
+        if self.forget is not None and x.shape[1] > 1 and not (is_causal or any(map(convert.is_causal, given))):
+            raise InputError(
+                "mask lets queries see later keys, which forget gates would favour; expected a causal one, such as "
+                "attention=qkv.Attention(mask=qkv.masks.Causal())"
             )
         q, k, v = self._project(x, context, value, keys_values)
         if is_causal:

@@ -17,9 +17,10 @@ from qkv.cache.base import Sinks, attending
 from qkv.edits import Placed, Scale, Steer, Zero
 from qkv.engine import Call, Result, Shared, detached
 from qkv.errors import InputError
-from qkv.huggingface.attention import Own, call_of, function_of, is_causal, routes
+from qkv.huggingface.attention import Own, call_of, function_of, routes
 from qkv.kernels import serving
 from qkv.masks import Dense
+from qkv.masks.convert import is_causal
 from qkv.profiler.capture import inputs
 from qkv.profiler.capture.calls import of_scores
 from qkv.profiler.capture.checking import Checks, Inputs, returned

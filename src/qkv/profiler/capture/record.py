@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 from qkv import ring
 from qkv.engine import Call, Result, RowState, Shared, at_least_float32, detached, on_card
 from qkv.errors import InputError
-from qkv.huggingface.attention import is_causal
 from qkv.kernels import eager, serve, serving
 from qkv.masks import Mask
+from qkv.masks.convert import is_causal
 from qkv.native.library import leading_shares
 from qkv.normalizers import SumToOne
 from qkv.profiler.capture.inputs import nan_error
