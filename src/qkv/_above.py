@@ -1,6 +1,6 @@
 """The only imports that go up: methods of data and definitions that hand their object to a room above.
 
-Data does not depend on drawing: `Comparison.plot` and `Mask._repr_png_` are names for what the rooms `plot` and
+Data does not depend on drawing: `Comparison.plot` and `Mask.plot` are names for what the rooms `plot` and
 `report` do with it. A room is loaded on use.
 """
 
@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 ABOVE = {
+    "mask": "qkv.plot.composition.mask_axes",
     "picture": "qkv.plot.composition.picture_of",
     "plot comparison": "qkv.plot.comparison.comparison_figure",
     "plot sources": "qkv.plot.analyses.sources_figure",

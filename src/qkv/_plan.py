@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from numbers import Number
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool
@@ -23,6 +21,7 @@ from qkv.engine.sizes import sizes
 from qkv.engine.tiles import block_status
 from qkv.kernels import FORM_WEIGHTS, choose, linear, opaque
 from qkv.masks import EMPTY, FULL, Mask, Tiles
+from qkv.masks.base import expression
 from qkv.normalizers import Normalizer
 from qkv.results import A
 from qkv.scores import Score
@@ -72,7 +71,7 @@ class Plan:
           │ dot products × 0.25
         scores   1 × 4 × 100 × 120  never formed whole: the kernel 'tiled' computes them in blocks
           │ mask Window(size=64)
-          │ Softmax
+          │ Softmax()
         weights  1 × 4 × 100 × 120  never formed whole: the kernel 'tiled' computes them in blocks
           │ weighted sum of the values
         output   1 × 4 × 100 × 8
@@ -182,9 +181,6 @@ def visible_pairs(call: Call) -> int:
     return int((share.double() * area).sum())
 
 
-SHOWN = 4  # the longest sequence that is written out in the name of an object
-
-
 def diagram(call: Call, kernel: str) -> str:
     """Return the tensors of a call with their shapes, in the order in which they are computed, and the operations."""
     user = call.user
@@ -208,14 +204,14 @@ def diagram(call: Call, kernel: str) -> str:
     for name, before, after in (("queries", user.q, call.q), ("keys", user.k, call.k)):
         add(name, before.shape, group if name == "keys" else "")
         if after is not before and overrides(user.score, Score, "project"):
-            apply(f"projection of {describe(user.score)}")
+            apply(f"projection of {expression(user.score)}")
             add(f"projected {name}", after.shape)
     add("values", user.v.shape, group)
-    apply(f"dot products × {call.factor:.4g}" if call.pairwise is None else describe(user.score))
-    apply(*(f"bias {describe(bias)}" for bias in user.biases))
+    apply(f"dot products × {call.factor:.4g}" if call.pairwise is None else expression(user.score))
+    apply(*(f"bias {expression(bias)}" for bias in user.biases))
     add("scores", (b, h, n_queries, call.k.shape[2]), formed)
-    apply(*([] if user.mask is None else [f"mask {describe(user.mask)}"]))
-    apply(describe(user.normalizer) + (", with a sink that has no value" if call.sink is not None else ""))
+    apply(*([] if user.mask is None else [f"mask {expression(user.mask)}"]))
+    apply(expression(user.normalizer) + (", with a sink that has no value" if call.sink is not None else ""))
     apply(*([f"dropout of {call.dropout_p:g}"] if call.dropout_p else []))
     add("weights", (b, h, n_queries, call.k.shape[2]), formed)
     apply("weighted sum of the values" + (" and of the vectors by distance" if call.values is not None else ""))
@@ -224,30 +220,3 @@ def diagram(call: Call, kernel: str) -> str:
     return "\n".join(
         f"{name:<{width}}  {text:<{across}}  {note}".rstrip() if name else f"  │ {text}" for name, text, note in rows
     )
-
-
-def describe(thing: object) -> str:
-    """Return an object of a composition by its class and those of its fields that differ from their default.
-
-    >>> from qkv.masks import Causal, Window
-    >>> describe(Window(64)), describe(Causal())
-    ('Window(size=64)', 'Causal')
-    """
-    if not is_dataclass(thing):
-        return type(thing).__name__
-    shown = []
-    for field in (field for field in fields(thing) if field.init):
-        value = getattr(thing, field.name)
-        if field.default is MISSING or value is not field.default:
-            shown.append(f"{field.name}={_describe_value(value)}")
-    return type(thing).__name__ + (f"({', '.join(shown)})" if shown else "")
-
-
-def _describe_value(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"tensor {' × '.join(map(str, value.shape)) or 'of one number'}"
-    if isinstance(value, Number | str | None):
-        return repr(value)
-    if isinstance(value, Sequence):
-        return f"[{', '.join(map(_describe_value, value))}]" if len(value) <= SHOWN else f"{len(value)} values"
-    return describe(value) if not callable(value) else getattr(value, "__name__", type(value).__name__)

@@ -7,12 +7,12 @@ compute FULL tiles without a mask. Masks compose with ``&``, ``|``, ``~``.
 Positions are key indices. Query ``i`` has position ``i + offset``, where ``offset`` is ``n_keys - n_queries``
 by default: the last query is aligned with the last key (bottom-right alignment).
 
-It imports contracts and errors alone. Read `base.py` first.
+It imports contracts and errors alone. Read `geometry.py`, then `base.py`.
 """
 
 from __future__ import annotations
 
-from qkv.masks.base import EMPTY, FULL, PARTIAL, And, Blockwise, Grid, Mask, Not, Or, Predicate, Region, Shifted, Tiles
+from qkv.masks.base import And, Blockwise, Mask, Not, Or, Predicate, Shifted
 from qkv.masks.built_in import (
     Causal,
     Dense,
@@ -28,6 +28,7 @@ from qkv.masks.built_in import (
     longformer,
 )
 from qkv.masks.convert import from_flex, from_multihead, from_sdpa, mask_mod, to_flex, to_multihead, to_sdpa
+from qkv.masks.geometry import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 from qkv.masks.top_keys import TopKeys
 
 __all__ = [

@@ -1,138 +1,24 @@
-"""Geometry of the score matrix: `Grid`, `Region`, `Tiles`; and `Mask`, the base class of all masks.
-
-A mask has visible pairs and a block status for each tile, and composes by &, | and ~.
-"""
+"""`Mask`, the base class of all masks, which has visible pairs and a block status for each tile; and &, | and ~."""
 
 from __future__ import annotations
 
 import math
 import operator
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from qkv._above import above
 from qkv._contract import Definition, with_attributes
 from qkv.errors import InputError, at_least_one, kind_of
+from qkv.masks.geometry import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-EMPTY, PARTIAL, FULL = 0, 1, 2  # block status; with these numbers `&` is min, `|` is max and `~` is 2 - x
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Sizes of a score matrix, and the position of query 0 among the keys.
-
-    >>> grid = Grid.of(2, 5)
-    >>> grid.offset, grid.rows(0, 2).tolist()
-    (3, [3, 4])
-    """
-
-    batch: int
-    heads: int
-    n_queries: int
-    n_keys: int
-    offset: int
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    @staticmethod
-    def of(n_queries: int, n_keys: int, batch: int = 1, heads: int = 1, device: str | torch.device = "cpu") -> Grid:
-        """Return the grid with the last query at the last key."""
-        return Grid(batch, heads, n_queries, n_keys, n_keys - n_queries, torch.device(device))
-
-    def rows(self, start: int, stop: int) -> Int[Tensor, " q"]:
-        """Return positions of queries ``start`` to ``stop`` (exclusive)."""
-        return torch.arange(start, stop, device=self.device) + self.offset
-
-    def columns(self, start: int, stop: int) -> Int[Tensor, " k"]:
-        """Return positions of keys ``start`` to ``stop`` (exclusive)."""
-        return torch.arange(start, stop, device=self.device)
-
-
-@dataclass(frozen=True)
-class Region:
-    """A rectangle of the score matrix: slices of queries, keys, batch items and query heads.
-
-    >>> region = Region(slice(0, 2), slice(1, 2), offset=3)
-    >>> region.of(torch.arange(6).view(1, 1, 2, 3)).tolist()
-    [[[[1], [4]]]]
-    >>> region.queries.tolist(), region.keys.tolist()
-    ([[3], [4]], [1])
-    """
-
-    rows: slice
-    columns: slice
-    batch: slice = field(default_factory=lambda: slice(None))
-    heads: slice = field(default_factory=lambda: slice(None))
-    offset: int = 0
-    """Position of query 0 among the keys."""
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    @property
-    def queries(self) -> Int[Tensor, "q 1"]:
-        """Positions of the queries among the keys, as a column."""
-        return (torch.arange(self.rows.start, self.rows.stop, device=self.device) + self.offset)[:, None]
-
-    @property
-    def keys(self) -> Int[Tensor, " k"]:
-        """Positions of the keys."""
-        return torch.arange(self.columns.start, self.columns.stop, device=self.device)
-
-    def of(self, x: Tensor) -> Tensor:
-        """Return the slice of x (b, h, q, k) for this region; dimensions of size 1 broadcast."""
-        cuts = (self.batch, self.heads, self.rows, self.columns)
-        return x[tuple(cut if size > 1 else slice(None) for cut, size in zip(cuts, x.shape, strict=True))]
-
-    def moved(self, down: int, right: int, offset: int) -> Region:
-        """Return the region `down` rows and `right` columns further, in a matrix with query 0 at position `offset`."""
-        rows, columns = (slice(x.start + n, x.stop + n) for x, n in ((self.rows, down), (self.columns, right)))
-        return replace(self, rows=rows, columns=columns, offset=offset)
-
-    def indices(self, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return batch items, heads, query positions and keys of the region, shaped to broadcast to (b, h, q, k)."""
-        b = torch.arange(grid.batch, device=grid.device)[self.batch]
-        h = torch.arange(grid.heads, device=grid.device)[self.heads]
-        q, k = grid.rows(self.rows.start, self.rows.stop), grid.columns(self.columns.start, self.columns.stop)
-        return b[:, None, None, None], h[:, None, None], q[:, None], k
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """First and last position (inclusive) of every row tile and every column tile.
-
-    >>> tiles = Tiles.of(Grid.of(4, 4), rows=2, columns=3)
-    >>> tiles.q_first.tolist(), tiles.k_last.tolist()
-    ([0, 2], [2, 3])
-    """
-
-    q_first: Int[Tensor, " rows"]
-    q_last: Int[Tensor, " rows"]
-    k_first: Int[Tensor, " cols"]
-    k_last: Int[Tensor, " cols"]
-
-    @staticmethod
-    def of_spans(rows: Sequence[slice], columns: Sequence[slice], grid: Grid) -> Tiles:
-        """Return tiles of these queries and these keys."""
-        q, k = (torch.tensor([(x.start, x.stop - 1) for x in spans]).T.contiguous() for spans in (rows, columns))
-        return Tiles(q[0] + grid.offset, q[1] + grid.offset, k[0], k[1])
-
-    @staticmethod
-    def of(grid: Grid, rows: int, columns: int, start: int = 0, stop: int | None = None) -> Tiles:
-        """Return tiles of `rows` × `columns` over queries `start` to `stop` and all keys."""
-        stop = grid.n_queries if stop is None else stop
-        q = torch.arange(start, stop, rows)
-        k = torch.arange(0, grid.n_keys, columns)
-        return Tiles(
-            q + grid.offset, (q + rows).clamp(max=stop) - 1 + grid.offset, k, (k + columns).clamp(max=grid.n_keys) - 1
-        )
 
 
 class Mask(Definition):
@@ -277,7 +163,8 @@ class Mask(Definition):
         Up to 512 tokens, each cell is a pair; for more, it is the visible fraction of a tile. `tile` draws the block
         status of tiles of that size. Draws the first batch item and head.
         """
-        return draw(self, n_queries, n_queries if n_keys is None else n_keys, ax=ax, tile=tile)
+        axes: Axes = above("mask", self, n_queries, n_queries if n_keys is None else n_keys, ax, tile)
+        return axes
 
     def __and__(self, other: Mask) -> Mask:
         return And(self, _as_mask(other))
@@ -623,6 +510,9 @@ class Predicate(TensorMask):
         return self.function(b, h, q, k)
 
 
+SHOWN = 4  # the longest sequence that an expression writes out
+
+
 def expression(part: object) -> str:
     """A mask, or another part of a composition, as an expression without defaults: Causal() & Window(size=4)."""
     if isinstance(part, And):
@@ -633,61 +523,12 @@ def expression(part: object) -> str:
         inner = expression(part.mask)
         return f"~({inner})" if isinstance(part.mask, And | Or) else f"~{inner}"
     if isinstance(part, Tensor):
-        return f"tensor {' × '.join(map(str, part.shape))}"
+        return f"tensor {' × '.join(map(str, part.shape)) or 'of one number'}"
+    if isinstance(part, tuple | list) and len(part) > SHOWN:
+        return f"{len(part)} values"
     if not is_dataclass(part):
-        return getattr(part, "__name__", repr(part))
+        described = type(part).__name__ if type(part).__repr__ is object.__repr__ else repr(part)
+        return getattr(part, "__name__", described)
     given = ((f.name, f.default, getattr(part, f.name)) for f in fields(part) if f.init)
     named = (f"{name}={expression(x)}" for name, default, x in given if isinstance(x, Tensor) or x != default)
     return f"{type(part).__name__}({', '.join(named)})"
-
-
-PAIRS = 512  # up to this many tokens, one cell per pair
-SHADES = {EMPTY: "#ffffff", PARTIAL: "#f0b64d", FULL: "#2f6f9f"}  # distinguishable with any colour vision
-INK = "#1f4e79"
-
-
-def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Axes | None = None, tile: int | None = None) -> Axes:
-    """Draw `mask`; see `Mask.plot`."""
-    import matplotlib.pyplot as plt
-    from matplotlib.colors import LinearSegmentedColormap, ListedColormap
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
-
-    at_least_one("plot", n_queries=n_queries, n_keys=n_keys, tile=1 if tile is None else tile)
-    grid = Grid.of(n_queries, n_keys)
-    mask.check(grid)
-    if ax is None:
-        _, ax = plt.subplots(figsize=(4.2, 4.2 * min(2.0, max(0.5, n_queries / n_keys))), layout="constrained")
-    extent = (-0.5, n_keys - 0.5, n_queries - 0.5, -0.5)
-    if tile is not None:
-        status = mask.classify(Tiles.of(grid, tile, tile), grid)[0, 0].numpy()
-        shown: np.ndarray = np.repeat(np.repeat(status, tile, 0), tile, 1)[:n_queries, :n_keys]
-        ax.imshow(shown, cmap=ListedColormap(list(SHADES.values())), vmin=0, vmax=2, extent=extent, alpha=0.45)
-    share = shares(mask, grid)
-    fade = LinearSegmentedColormap.from_list("visible", [(1, 1, 1, 0), INK])
-    ax.imshow(share, cmap=fade, vmin=0, vmax=1, extent=extent, interpolation="nearest")
-    title = textwrap.shorten(expression(mask), 48, placeholder=" …")
-    ax.set(xlabel="key", ylabel="query")
-    ax.set_title(f"{title}\n{1 - share.mean():.0%} of pairs masked", fontsize=9)
-    parts = {"may attend": INK, "masked": "white"}
-    if tile is not None:
-        parts |= {"mixed tile": SHADES[PARTIAL], "visible tile": SHADES[FULL]}
-    patches = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in parts.items()]
-    ax.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False, fontsize=7.5)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-    ax.set_aspect("equal" if 0.5 <= n_queries / n_keys <= 2 else "auto")
-    ax.tick_params(length=0)
-    return ax
-
-
-def shares(mask: Mask, grid: Grid) -> np.ndarray:
-    """Return the visible fraction of each cell of the plot (a pair, or a tile of pairs), in linear memory."""
-    size = -(-max(grid.n_queries, grid.n_keys) // PAIRS)
-    tiles = Tiles.of(grid, size, size)
-    out = torch.empty(len(tiles.q_first), len(tiles.k_first))
-    for row in range(len(out)):
-        rows = slice(row * size, min((row + 1) * size, grid.n_queries))
-        visible = mask.visible(Region(rows, slice(0, grid.n_keys)), grid)[0, 0].float()
-        out[row] = torch.nn.functional.avg_pool2d(visible[None], size, ceil_mode=True)[0, 0]  # short cells, too
-    return out.numpy()

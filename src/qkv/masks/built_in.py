@@ -13,19 +13,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of, one_of
-from qkv.masks.base import (
-    Blockwise,
-    Grid,
-    Mask,
-    Predicate,
-    Region,
-    TensorMask,
-    Tiles,
-    check_pairs,
-    full_and_empty,
-    tile_status,
-    whole,
-)
+from qkv.masks.base import Blockwise, Mask, Predicate, TensorMask, check_pairs, full_and_empty, tile_status, whole
+from qkv.masks.geometry import Grid, Region, Tiles
 
 
 class _OfDistance(Mask):

@@ -17,8 +17,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of
-from qkv.masks.base import FULL, PARTIAL, And, Grid, Mask, Predicate, Shifted, partial_rows, whole_status
+from qkv.masks.base import And, Mask, Predicate, Shifted, partial_rows, whole_status
 from qkv.masks.built_in import Causal, Dense, Prefix
+from qkv.masks.geometry import FULL, PARTIAL, Grid
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.errors import InputError, kind_of
-from qkv.masks.base import EMPTY, FULL, PARTIAL, Grid, Mask, Region, TensorMask, Tiles, whole
+from qkv.masks.base import Mask, TensorMask, whole
+from qkv.masks.geometry import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
 ROWS = 128  # queries whose index scores are in memory at once
 

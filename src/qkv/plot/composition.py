@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap, Normalize
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from qkv.attention import Attention, attend
 from qkv.biases import Bias
 from qkv.engine import Call
 from qkv.errors import InputError, at_least_one
-from qkv.masks import Mask, Region
-from qkv.masks.base import SHADES, expression
+from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
+from qkv.masks.base import expression
 from qkv.normalizers import Normalizer
 from qkv.plot.given import index_of
 from qkv.plot.layout import COLOURS, MUTED, WARM, Drawing, chart, colour_bar, heat, place, png_of, titled
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 TOKENS, HEADS, HEAD_DIM = 32, 8, 64
 WORDS = 8  # different words of the example
 SIDE, GAP = 2.3, 0.95  # inches: a panel, and the room between two
+PAIRS = 512  # up to this many tokens, one cell per pair
+SHADES = {EMPTY: "#ffffff", PARTIAL: "#f0b64d", FULL: "#2f6f9f"}  # distinguishable with any colour vision
+INK = "#1f4e79"
 
 
 def composition(
@@ -89,7 +94,7 @@ def composition(
     if visible is not None:
         shown = visible[0, head].float().numpy()
         axes = _panel(figure, next(lefts), f"mask: {shown.mean():.0%} of the pairs are visible".replace("%", " %"))
-        heat(axes, shown, Normalize(0, 1), ListedColormap(["#ffffff", SHADES[2]]))
+        heat(axes, shown, Normalize(0, 1), ListedColormap(["#ffffff", SHADES[FULL]]))
     if change is not None:
         axes = _panel(figure, next(lefts), f"bias: change of the scores, head {head}")
         hidden = change if visible is None else np.where(visible[0, head], change, np.nan)
@@ -182,3 +187,47 @@ def _panel(figure: Drawing, left: float, title: str) -> Axes:
     axes.set(xlabel="key", ylabel="query")
     axes.tick_params(labelsize=6.5, colors=MUTED, length=0)
     return axes
+
+
+def mask_axes(mask: Mask, n_queries: int, n_keys: int, ax: Axes | None, tile: int | None) -> Axes:
+    """Draw a mask; see `Mask.plot`."""
+    import matplotlib.pyplot as plt
+
+    at_least_one("plot", n_queries=n_queries, n_keys=n_keys, tile=1 if tile is None else tile)
+    grid = Grid.of(n_queries, n_keys)
+    mask.check(grid)
+    if ax is None:
+        _, ax = plt.subplots(figsize=(4.2, 4.2 * min(2.0, max(0.5, n_queries / n_keys))), layout="constrained")
+    extent = (-0.5, n_keys - 0.5, n_queries - 0.5, -0.5)
+    if tile is not None:
+        status = mask.classify(Tiles.of(grid, tile, tile), grid)[0, 0].numpy()
+        shown: np.ndarray = np.repeat(np.repeat(status, tile, 0), tile, 1)[:n_queries, :n_keys]
+        ax.imshow(shown, cmap=ListedColormap(list(SHADES.values())), vmin=0, vmax=2, extent=extent, alpha=0.45)
+    share = _shares(mask, grid)
+    fade = LinearSegmentedColormap.from_list("visible", [(1, 1, 1, 0), INK])
+    ax.imshow(share, cmap=fade, vmin=0, vmax=1, extent=extent, interpolation="nearest")
+    title = textwrap.shorten(expression(mask), 48, placeholder=" …")
+    ax.set(xlabel="key", ylabel="query")
+    ax.set_title(f"{title}\n{1 - share.mean():.0%} of pairs masked", fontsize=9)
+    parts = {"may attend": INK, "masked": "white"}
+    if tile is not None:
+        parts |= {"mixed tile": SHADES[PARTIAL], "visible tile": SHADES[FULL]}
+    patches = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in parts.items()]
+    ax.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False, fontsize=7.5)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    ax.set_aspect("equal" if 0.5 <= n_queries / n_keys <= 2 else "auto")
+    ax.tick_params(length=0)
+    return ax
+
+
+def _shares(mask: Mask, grid: Grid) -> np.ndarray:
+    """The visible fraction of each cell of the plot (a pair, or a tile of pairs), in linear memory."""
+    size = -(-max(grid.n_queries, grid.n_keys) // PAIRS)
+    tiles = Tiles.of(grid, size, size)
+    out = torch.empty(len(tiles.q_first), len(tiles.k_first))
+    for row in range(len(out)):
+        rows = slice(row * size, min((row + 1) * size, grid.n_queries))
+        visible = mask.visible(Region(rows, slice(0, grid.n_keys)), grid)[0, 0].float()
+        out[row] = torch.nn.functional.avg_pool2d(visible[None], size, ceil_mode=True)[0, 0]  # short cells, too
+    return out.numpy()
