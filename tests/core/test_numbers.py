@@ -71,6 +71,16 @@ def test_weights_divided_by_their_sum_neither_cancel_nor_underflow(
     assert found.lse is None
 
 
+@pytest.mark.parametrize(("kernel", "divide"), [("native", None), ("native", "sum"), ("tiled", "sum")])
+def test_the_gradient_of_a_sigmoid_near_1_cancels(kernel: str, divide: str | None) -> None:
+    q, k = (x.requires_grad_() for x in of_scores([30.0, 25.0]))
+    v = torch.tensor([1.0, -1.0])[None, None, :, None]
+    attend(q, k, v, score=scores.Dot(1.0), normalizer=normalizers.Sigmoid(0.0, divide), kernel=kernel).sum().backward()
+    rest, half = torch.tensor([-30.0, -25.0], dtype=torch.float64).exp(), 1 if divide is None else 2
+    assert k.grad is not None
+    torch.testing.assert_close(k.grad[0, 0, :, 0].double(), rest * v[0, 0, :, 0] / half, rtol=1e-5, atol=0)
+
+
 def test_fully_masked_rows_of_weights_divided_by_their_sum_are_0() -> None:
     q, k = of_scores([-200.0, -201.0])
     asked: dict[str, Any] = {"mask": Dense(torch.zeros(1, 2, dtype=torch.bool)), "score": scores.Dot(1.0)}

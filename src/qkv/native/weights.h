@@ -43,8 +43,8 @@ INLINE vf weight_of(int kind, vf t, float power, vf *derivative) {
     vf w;
     if (kind == SOFTMAX) *derivative = w = exp2_of(maximum(floor, t));
     else if (kind == SIGMOID) {
-        const vf e = exp2_of(maximum(floor, minimum(zero + 64, t)));
-        w = e / (1 + e), *derivative = w * (1 - w);
+        const vf e = exp2_of(maximum(floor, minimum(zero + 120, t))), rest = 1 / (1 + e); /* 1 - w, which would cancel */
+        w = e * rest, *derivative = w * rest;
     } else if (kind == ELU_PLUS_ONE) {
         w = exp2_of(maximum(floor, minimum(zero, t)));
         *derivative = w, w += maximum(zero, t) * ln2;
@@ -84,9 +84,9 @@ INLINE vf capped(vf x, float cap) {
 
 /* Logarithms to base 2 of the sigmoid of x and of elu(x) + 1, which do not underflow; and their derivatives. */
 INLINE vf log_sigmoid(vf x, vf *derivative) {
-    const vf zero = {0}, y = minimum(zero, x) - log2_of(1 + exp2_of(maximum(zero - 127, -magnitude(x))));
-    *derivative = 1 - exp2_of(maximum(zero - 127, y));
-    return y;
+    const vf zero = {0}, e = exp2_of(maximum(zero - 127, -magnitude(x)));
+    *derivative = choose(x > 0, e, zero + 1) / (1 + e);
+    return minimum(zero, x) - log2_of(1 + e);
 }
 INLINE vf log_elu_plus_one(vf x, vf *derivative) {
     const vf zero = {0}, above = 1 + maximum(zero, x) * (float)M_LN2;
