@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkv.attention import Attention
-from qkv.engine import as_mask
 from qkv.errors import InputError, at_least_one, kind_of
 from qkv.masks import Mask
 from qkv.nn.multi_head import Composition
@@ -92,20 +91,12 @@ class DifferentialAttention(nn.Module):
         """
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.d_model:
             raise InputError(f"x is {kind_of(x)}, expected (batch, length, d_model = {self.d_model})")
-        if cache is not None and return_weights:
-            raise InputError("return_weights is True with a cache, which returns the output alone; expected False")
         q, k = (part(x).unflatten(-1, (2 * self.heads, -1)).transpose(1, 2) for part in (self.q_proj, self.k_proj))
         v = self.v_proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2).repeat_interleave(2, 1)
-        weights = None
-        if cache is not None:
-            attention = self.composition.attention
-            out = cache.attend(attention, q, k, v, rotary=self.rotary, positions=positions, mask=as_mask(mask))
-        else:
-            if self.rotary is not None:
-                places = torch.arange(x.shape[1], device=x.device) if positions is None else positions
-                q, k = self.rotary(q, places), self.rotary(k, places)
-            out = self.composition(q, k, v, mask=mask, return_weights=return_weights)
-            out, weights = out if return_weights else (out, None)
+        result = self.composition.of_tokens(
+            q, k, v, rotary=self.rotary, positions=positions, cache=cache, mask=mask, return_weights=return_weights
+        )
+        out, weights = result if return_weights else (result, None)
         factor = self.factor()
         out = out[:, ::2] - factor * out[:, 1::2]
         out = self.norm(out) * (1 - self.initial)

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkv.attention import Attention
-from qkv.engine import as_mask
 from qkv.errors import InputError, at_least_one, kind_of
 from qkv.masks import Mask
 from qkv.nn.multi_head import Composition
@@ -119,21 +118,13 @@ class LatentAttention(nn.Module):
         """
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.d_model:
             raise InputError(f"x is {kind_of(x)}, expected (batch, length, d_model = {self.d_model})")
-        if cache is not None and (return_weights or return_statistics):
-            raise InputError("cache is passed with return_weights or return_statistics, expected one of them")
         absorbed = cache is not None if absorbed is None else absorbed
         q, k, v, w_v = self._heads(x, absorbed=absorbed)
-        more: list[Any] = []
-        if cache is not None:
-            attention = self.composition.attention
-            out = cache.attend(attention, q, k, v, rotary=self.rotary, positions=positions, mask=as_mask(mask))
-        else:
-            places = torch.arange(x.shape[1], device=x.device) if positions is None else positions
-            result = self.composition(
-                self.rotary(q, places), self.rotary(k, places), v, mask=mask, return_weights=return_weights,
-                return_statistics=return_statistics,
-            )  # fmt: skip
-            out, *more = result if isinstance(result, tuple) else (result,)
+        result = self.composition.of_tokens(
+            q, k, v, rotary=self.rotary, positions=positions, cache=cache, mask=mask, return_weights=return_weights,
+            return_statistics=return_statistics,
+        )  # fmt: skip
+        out, *more = result if isinstance(result, tuple) else (result,)
         out = out if w_v is None else out @ w_v
         out = self.o_proj(out.transpose(1, 2).flatten(2))
         return (out, *more) if more else out

@@ -119,6 +119,26 @@ class Composition(nn.Module):
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`
 
+    def of_tokens(
+        self, q: Tensor, k: Tensor, v: Tensor, *, rotary: Rotary | None, positions: Tensor | None, cache: Cache | None,
+        mask: Mask | Bool[Tensor, "..."] | None, log_f: Tensor | None = None, queries: Tensor | None = None,
+        **returned: bool,
+    ) -> Any:  # fmt: skip
+        """Attention of tokens to themselves, and to those of a cache; q and k are not yet rotated by `positions`.
+
+        `returned` are `return_weights` and `return_statistics`.
+        """
+        if cache is not None:
+            for name in (name for name, yes in returned.items() if yes):
+                raise InputError(f"{name} is True with a cache, which returns the output alone; expected False")
+            return cache.attend(
+                self.attention, q, k, v, rotary=rotary, positions=positions, mask=as_mask(mask), log_f=log_f
+            )
+        if rotary is not None:
+            rotate = rotary.span if positions is None else functools.partial(rotary, positions=positions)
+            q, k = rotate(q), rotate(k)
+        return self(q, k, v, mask=mask, bias=None if log_f is None else Forget(log_f), queries=queries, **returned)
+
     def extra_repr(self) -> str:
         parts = ((f.name, getattr(self._initial, f.name)) for f in fields(Attention))
         return ", ".join(f"{name}={type(x).__name__}" for name, x in parts if x is not None and name != "dropout_p")
@@ -373,28 +393,15 @@ class MultiHeadAttention(nn.Module):
                 raise InputError("is_causal is True with a cache, expected attention=qkv.Attention(mask=Causal())")
             causal, own = from_sdpa(is_causal=True, n_queries=q.shape[2], n_keys=k.shape[2]), as_mask(mask)
             mask = causal if own is None else causal & own
-        more: list[Any] = []
-        log_f = None if self.forget is None else F.logsigmoid(self.forget(x)).transpose(1, 2)
-        if cache is not None:
-            requests = {"return_weights": return_weights, "need_weights": need_weights}
-            requests["return_statistics"] = return_statistics
-            for name in (name for name, yes in requests.items() if yes):
-                raise InputError(f"{name} is True with a cache, which returns the output alone; expected False")
-            attention, extra_mask = self.composition.attention, as_mask(mask)
-            out = cache.attend(
-                attention, q, k, v, rotary=self.rotary, positions=positions, mask=extra_mask, log_f=log_f
-            )
-        else:
-            if self.rotary is not None:
-                rotate = self.rotary.span if positions is None else functools.partial(self.rotary, positions=positions)
-                q, k = rotate(q), rotate(k)
-            queries = self._counted(as_mask(mask), q) if return_statistics and not cross else None
-            result = self.composition(
-                q, k, v, mask=mask, bias=None if log_f is None else Forget(log_f),
-                return_weights=return_weights or bool(need_weights), return_statistics=return_statistics,
-                queries=queries,
-            )  # fmt: skip
-            out, *more = result if isinstance(result, tuple) else (result,)
+        if cache is not None and need_weights:
+            raise InputError("need_weights is True with a cache, which returns the output alone; expected False")
+        result = self.composition.of_tokens(
+            q, k, v, rotary=self.rotary, positions=positions, cache=cache, mask=mask,
+            log_f=None if self.forget is None else F.logsigmoid(self.forget(x)).transpose(1, 2),
+            queries=self._counted(as_mask(mask), q) if return_statistics and not cross and cache is None else None,
+            return_weights=return_weights or bool(need_weights), return_statistics=return_statistics,
+        )  # fmt: skip
+        out, *more = result if isinstance(result, tuple) else (result,)
         out = self._merged(out, x)
         if need_weights is None:
             return (out, *more) if more else out
