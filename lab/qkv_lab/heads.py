@@ -15,6 +15,7 @@ import qkv
 from qkv.errors import InputError
 from qkv.models.decoder import DecoderLM
 from qkv.models.generation import Sampler, generate
+from qkv.nn import Composition
 from qkv.profiler.data.sinks import relative_norm
 from qkv.profiler.data.tables import SINK_THRESHOLD, over_texts, raw_weights
 from qkv.statistics.measure import sums_to_one
@@ -133,8 +134,8 @@ def _weights(model: DecoderLM, profile: qkv.Profile) -> dict[str, np.ndarray]:
     in_window = slice(min(n, *(window or n for window in model.config.windows)))  # to whose queries key 0 is visible
     names = ("previous", "entropy", "visible", "value_norm", *(["sink_mass"] if "sink_mass" in data else []))
     found = {"first": data["sink"].values[..., in_window], **{name: data[name].values for name in names}}
-    block: Any = model.blocks[0]
-    if not sums_to_one(block.attention.composition.attention.normalizer):
+    compositions = [x for x in model.modules() if isinstance(x, Composition)]
+    if not all(sums_to_one(x.attention.normalizer) for x in compositions):
         found["sink_raw"] = raw_weights(data, "sink")[..., in_window]
     return found
 

@@ -44,13 +44,19 @@ def updated(settings: C, entries: Mapping[str, Any], where: str = "") -> C:
 
 
 def entries_of(settings: Any) -> dict[str, Any]:
-    """All entries except those that are None, which TOML cannot express; None is always a default."""
+    """All entries except those that are None, which TOML cannot express: None is a default, or in a tuple "none".
+
+    >>> from qkv.models import DecoderConfig
+    >>> entries = entries_of(DecoderConfig(window=(8, None)))
+    >>> entries["window"], updated(DecoderConfig(), entries).window
+    ([8, 'none'], (8, None))
+    """
     found = {f.name: getattr(settings, f.name) for f in fields(settings)}
     for name, value in found.items():
         if isinstance(value, Attention):
             raise InputError(f"{name} is a composition, expected None: run.toml holds all settings of a task, as text")
         if isinstance(value, tuple):
-            raise InputError(f"{name} is {value}, expected one number: run.toml holds no number for each layer")
+            found[name] = ["none" if x is None else x for x in value]
     return {k: entries_of(v) if is_dataclass(v) else v for k, v in found.items() if v is not None}
 
 
@@ -123,7 +129,11 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
     if get_origin(annotation) in (Union, UnionType):
         if value is None and type(None) in get_args(annotation):
             return None
-        annotation = next(x for x in get_args(annotation) if x is not type(None))
+        kinds = [x for x in get_args(annotation) if x is not type(None)]
+        several = [x for x in kinds if get_origin(x) is tuple and isinstance(value, list | tuple)]
+        annotation = (several or kinds)[0]
+    if get_origin(annotation) is tuple and isinstance(value, list | tuple):
+        return tuple(_typed(name, None if x in (None, "none") else x, get_args(annotation)[0]) for x in value)
     if get_origin(annotation) is Literal:
         if value not in get_args(annotation):
             raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, get_args(annotation)))}")

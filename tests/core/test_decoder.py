@@ -19,7 +19,7 @@ from qkv import Attention, biases, features, masks, normalizers, scores
 from qkv.cache import Full, HeavyHitters, Sinks, Sliding
 from qkv.models import checkpoint, pretrained
 from qkv.models.config import to_dict
-from qkv.models.decoder import NORMALIZERS, DecoderConfig, DecoderLM
+from qkv.models.decoder import NORMALIZERS, RECURRENT, DecoderConfig, DecoderLM
 from qkv.models.loss import linear_cross_entropy
 from qkv.models.tokenizers import FileTokenizer
 
@@ -46,7 +46,12 @@ FLAVOURS: dict[str, dict[str, Any]] = {
     "output bias": {"tied": False, "output_bias": True},
     "post-norm": {"place": "post", "activation": "relu"},
     "gated": {"gate": "elementwise", "qk_norm": True, "positions": "alibi"},
-    "forget": {"forget": True, "positions": "none", "kv_heads": None},
+    "forgetting": {"layer_types": "forgetting", "positions": "none", "kv_heads": None},
+    "differential": {"layer_types": "differential", "positions": "rotary", "kv_heads": None, "heads": 3},
+    "latent": {"layer_types": "latent", "positions": "rotary", "kv_heads": None, "latent": 7},
+    "hybrid": {"layer_types": ["gated_delta", "attention"], "window": [None, 4], "positions": "rotary"},
+    "p-RoPE": {"positions": "rotary", "rotary_scaling": "proportional", "rotary_factor": 0.5, "head_dim": 8},
+    **{kind: {"layer_types": (kind, "linear"), "positions": "rotary", "kv_heads": 3} for kind in RECURRENT},
     "gated by head": {"gate": "head", "positions": "none"},
     "sink": {"sink": True, "positions": "t5"},
     "key bias": {"key_bias": True, "positions": "sinusoidal"},
@@ -410,7 +415,13 @@ ENTRIES: list[tuple[str, dict[str, Any]]] = [
     ("dropout", {"dropout": 2.0}), ("window", {"window": 0}), ("layers", {"layers": 0}), ("prefix", {"prefix": -1}),
     ("prefix", {"prefix": 3, "window": 5}), ("score_scale", {"score_scale": 0.0}),
     ("score_scale", {"score_scale": math.inf}), ("sink", {"sink": True, "normalizer": "sigmoid"}),
-    ("sink", {"sink": True, "key_bias": True}),
+    ("sink", {"sink": True, "key_bias": True}), ("layer_types", {"layer_types": "gated"}),
+    ("layer_types", {"layer_types": []}), ("kv_heads", {"layer_types": "delta"}), ("latent", {"latent": 8}),
+    *((name, {"kv_heads": None, "layer_types": kinds, name: value}) for name, value, kinds in (
+        ("gate", "head", "latent"), ("normalizer", "relu", "linear"), ("score_scale", 2.0, "delta"),
+        ("window", 3, ("attention", "delta")), ("positions", "none", ("attention", "latent")),
+        ("positions", "alibi", "differential"), ("prefix", 3, "forgetting"), ("head_dim", 4, "differential"),
+    )),
     *((name, {"attention": Attention(), name: value}) for name, value in (
         ("window", 3), ("prefix", 3), ("normalizer", "relu"), ("score_scale", 2.0), ("positions", "alibi"),
         ("positions", "t5"), ("attention", masks.Causal()),

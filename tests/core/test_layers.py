@@ -1,4 +1,4 @@
-"""Layers since 2024 against the formulas of their papers, peers and caches: latent and differential attention."""
+"""Layers since 2023 against the formulas of their papers, peers and caches: latent, differential, recurrent ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from conftest import close, rand, refused
 from qkv import Attention, measure
-from qkv.cache import Full, Latent, Sliding
-from qkv.masks import Causal, Prefix, TopKeys, Window
-from qkv.nn import DifferentialAttention, ForgettingAttention, LatentAttention
+from qkv.cache import Full, Latent, Recurrent, Sliding
+from qkv.masks import Causal, Padding, Prefix, TopKeys, Window
+from qkv.models.decoder import RECURRENT
+from qkv.nn import DifferentialAttention, ForgettingAttention, LatentAttention, RecurrentAttention
 from qkv.positions import Rotary
 from qkv.scores import Cosine
 
@@ -130,12 +131,118 @@ def test_forgetting_attention_differs_from_its_formula_or_takes_masks_of_later_k
             layer(x, mask=mask)
 
 
+def recurrent_layer(**changes: Any) -> RecurrentAttention:
+    torch.manual_seed(0)
+    return RecurrentAttention(12, 3, **changes).double()
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_attention_differs_from_the_recurrence_of_its_paper(kind: str) -> None:
+    layer, x, n = recurrent_layer(head_dim=(4, 5), rotary=Rotary(4), **RECURRENT[kind]), rand(2, 9, 12), 9
+    mixed = x @ layer.in_proj_qkv.weight.T
+    if layer.conv1d is not None:
+        padded = torch.cat([mixed.new_zeros(2, 3, mixed.shape[2]), mixed], 1)
+        taps = layer.conv1d.weight[:, 0]
+        mixed = torch.nn.functional.silu(torch.stack([padded[:, i : i + n] * taps[:, i] for i in range(4)]).sum(0))
+    q, k, v = (part.view(2, n, 3, -1).transpose(1, 2) for part in mixed.split((12, 12, 15), -1))
+    if layer.delta:
+        q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    q, k = (Rotary(4)(y, torch.arange(n)) for y in (q, k))
+    rates = torch.tensor([1 - 2**-5, 1 - 2**-6, 1 - 2**-7]).view(1, 1, 3, 1).expand(2, n, 3, 1)
+    if layer.in_proj_a is not None and layer.A_log is not None:
+        steps = torch.log1p(torch.exp(x @ layer.in_proj_a.weight.T + layer.dt_bias)).view(2, n, 3, -1)
+        rates = torch.exp(-layer.A_log.exp()[:, None] * steps)
+    elif layer.decay is None:
+        rates = torch.ones(2, n, 3, 1)
+    beta = torch.ones(2, n, 3) if layer.in_proj_b is None else torch.sigmoid(x @ layer.in_proj_b.weight.T)
+    state, outs = torch.zeros(2, 3, 4, 5, dtype=torch.float64), []
+    for t in range(n):
+        state = state * rates[:, t, :, :, None]
+        old = torch.einsum("bhm,bhmd->bhd", k[:, :, t], state) if layer.delta else 0
+        state = state + torch.einsum("bhm,bhd->bhmd", k[:, :, t], beta[:, t, :, None] * (v[:, :, t] - old))
+        outs.append(torch.einsum("bhm,bhmd->bhd", q[:, :, t], state) / 2)
+    read = torch.stack(outs, 1)
+    gate = x @ layer.in_proj_z.weight.T
+    gate = torch.sigmoid(gate) * (gate if layer.gate == "silu" else 1)
+    normed = layer.norm.weight * read / (read.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    want = layer.out_proj((normed * gate.view(2, n, 3, 5)).flatten(2))
+    out, weights = layer(x, return_weights=True)
+    close(out, want, eps=1e5)
+    close((weights @ v).transpose(1, 2), read, eps=1e5)
+    assert not weights.triu(1).any()
+    slope = rand(*want.shape, seed=3)
+    got, expected = (
+        torch.autograd.grad((y * slope).sum(), list(layer.parameters()), retain_graph=True) for y in (out, want)
+    )
+    for a, b in zip(got, expected, strict=True):
+        close(a, b, eps=1e6)
+
+
+def test_recurrent_attention_is_that_of_hugging_face() -> None:
+    pytest.importorskip("transformers", reason="the peers are transformers' Qwen3.5 and Kimi Linear")
+    from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+
+    x = rand(2, 70, 12).float()
+    sizes: dict[str, Any] = {"hidden_size": 12, "layer_types": ["linear_attention"], "num_hidden_layers": 1}
+    linear = {f"linear_{name}": 3 for name in ("num_key_heads", "num_value_heads")}
+    linear |= {"linear_key_head_dim": 4, "linear_value_head_dim": 5}
+    layer = recurrent_layer(head_dim=(4, 5)).float()
+    peer: Any = qwen.Qwen3_5GatedDeltaNet(qwen.Qwen3_5TextConfig(**sizes, **linear), 0)
+    peer.load_state_dict(layer.state_dict())
+    close(layer(x), peer(x), dtype=torch.float32, eps=4096)
+
+    sizes |= {"mlp_layer_types": ["dense"], "linear_num_heads": 3, "linear_head_dim": 4, "rms_norm_eps": 1e-6}
+    config = kimi.KimiLinearConfig(**sizes)
+    peer, layer = kimi.KimiLinearDeltaAttention(config, 0), recurrent_layer(**RECURRENT["kimi_delta"]).float()
+    gate, theirs = peer.forget_gate, {name: y.detach() for name, y in peer.named_parameters()}
+    torch.nn.init.normal_(gate.dt_bias)
+    torch.nn.init.normal_(gate.A_log)
+    layer.load_state_dict({
+        "in_proj_qkv.weight": torch.cat([theirs[f"{name}_proj.weight"] for name in "qkv"]),
+        "in_proj_z.weight": theirs["g_b_proj.weight"] @ theirs["g_a_proj.weight"],
+        "in_proj_a.weight": theirs["forget_gate.f_b_proj.weight"] @ theirs["forget_gate.f_a_proj.weight"],
+        "in_proj_b.weight": theirs["b_proj.weight"], "conv1d.weight": theirs["conv1d.weight"],
+        "A_log": gate.A_log.flatten(), "dt_bias": gate.dt_bias, "norm.weight": theirs["o_norm.weight"],
+        "out_proj.weight": theirs["o_proj.weight"],
+    })  # fmt: skip
+    close(layer(x), peer(x), dtype=torch.float32, eps=4096)
+
+
+def test_the_state_of_a_recurrent_layer_takes_other_masks_gradients_and_layers_or_is_not_reordered() -> None:
+    layer, x, cache = recurrent_layer(), rand(2, 7, 12), Recurrent()
+    with refused("mask", match="Window"):
+        layer(x, mask=Window(3))
+    close(layer(x, mask=Padding([5, 7]) & Causal())[0, :5], layer(x)[0, :5])
+    with refused("x", match="gradient"):
+        layer(x, cache=cache)
+    for wrong in ({"cache": Full(9)}, {"cache": cache, "return_weights": True}):
+        with torch.no_grad(), refused(next(reversed(wrong))):
+            layer(x, **wrong)
+    with torch.no_grad():
+        assert Recurrent().nbytes == 0
+        layer(x[:, :4], cache=cache)
+        size = cache.nbytes
+        cache.reorder(torch.tensor([1, 1, 0]))
+        close(layer(x[[1, 1, 0], 4:], cache=cache), layer(x)[[1, 1, 0], 4:], eps=1024)
+        assert cache.nbytes == size // 2 * 3
+        with refused("cache", match="Recurrent"):
+            latent_layer()(rand(1, 2, 20), cache=cache)
+
+
 def test_layers_refuse_sizes_scores_and_results_that_do_not_fit() -> None:
     with refused("attention"):
         latent_layer(attention=Attention(score=Cosine()))
     with refused("d_model"):
         DifferentialAttention(20, 3)
-    for layer in (latent_layer(), DifferentialAttention(20, 2)):
+    for changes, argument in (
+        ({"heads": 5}, "d_model"),
+        ({"decay": "row"}, "decay"),
+        ({"rotary": Rotary(6)}, "rotary"),
+    ):
+        with refused(argument):
+            RecurrentAttention(**{"d_model": 12, "heads": 3} | changes)
+    for layer in (latent_layer(), DifferentialAttention(20, 2), recurrent_layer()):
         with refused("x"):
             layer(rand(1, 3, 8))
 

@@ -1,8 +1,9 @@
 """Key-value caches for decoding: one object per layer.
 
-`Full` keeps all keys, and so does `Latent`, for values that are part of the keys. The others have a fixed size and
-evict keys: `Sliding` keeps the last keys, `Sinks` (StreamingLLM) the first and the last, and each policy, such as
-`HeavyHitters` (H2O), the keys of most worth. A policy of your own is a subclass of `Evicting` with one method, `worth`.
+`Full` keeps all keys, and so does `Latent`, for values that are part of the keys; `Recurrent` is the state of a layer
+of linear attention. The others have a fixed size and evict keys: `Sliding` keeps the last keys, `Sinks` (StreamingLLM)
+the first and the last, and each policy, such as `HeavyHitters` (H2O), the keys of most worth. A policy
+of your own is a subclass of `Evicting` with one method, `worth`.
 
 It imports attention and what lies below it. Read `base.py` first.
 
@@ -16,7 +17,7 @@ It imports attention and what lies below it. Read `base.py` first.
 (torch.Size([1, 4, 1, 16]), Sliding(window=64, seen=102, length=64))
 """
 
-from qkv.cache.base import Cache, Full, Latent, Sinks, Sliding
+from qkv.cache.base import Cache, Full, Latent, Recurrent, Sinks, Sliding
 from qkv.cache.evicting import (
     TOVA,
     Evicting,
@@ -32,6 +33,6 @@ from qkv.cache.evicting import (
 
 __all__ = [
     "TOVA", "Cache", "Evicting", "ExpectedAttention", "Full", "HeavyHitters", "Held", "KNorm", "KeyDiff",
-    "LastKeys", "Latent", "PyramidKV", "Sinks", "Sliding", "SnapKV",
+    "LastKeys", "Latent", "PyramidKV", "Recurrent", "Sinks", "Sliding", "SnapKV",
 ]  # fmt: skip
 __dir__ = __all__.copy

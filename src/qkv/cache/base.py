@@ -16,6 +16,7 @@ from qkv.attention import Attention, attend
 from qkv.biases import Forget
 from qkv.engine import as_biases, as_mask
 from qkv.errors import InputError, at_least_one
+from qkv.linear import LinearState
 from qkv.masks import Mask, Window
 from qkv.normalizers import SumToOne
 from qkv.partial import Partial, merge
@@ -397,6 +398,42 @@ class Latent(Full):
 
     def _values(self, step: Step) -> Tensor:
         return self._buffers["keys"].narrow(2, 0, self._stop)[..., -step.v.shape[3] :]
+
+
+class Recurrent(Cache):
+    """The state of a layer of linear attention after the tokens so far: of constant size, without keys.
+
+    `qkv.nn.RecurrentAttention` fills it; it has no `attend` of its own.
+
+    >>> Recurrent()
+    Recurrent(seen=0, length=0)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.state: LinearState | None = None
+        self.tail: Float[Tensor, "b 3 channels"] | None = None
+        """The last inputs of the layer's convolution."""
+
+    def update(self, state: LinearState, tail: Tensor | None, n: int) -> None:
+        """Set the state after n more tokens."""
+        if torch.is_grad_enabled() and state.kv.requires_grad:
+            raise InputError("x requires a gradient, but caches have no gradients; use torch.no_grad()")
+        self.state, self.tail, self.seen = state, tail, self.seen + n
+
+    def reorder(self, rows: Int[Tensor, " b2"]) -> None:
+        if self.state is not None:
+            self.state = replace(self.state, kv=self.state.kv[rows], k_sum=self.state.k_sum[rows])
+            self.tail = None if self.tail is None else self.tail[rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        tensors = () if self.state is None else (self.state.kv, self.state.k_sum, self.tail)
+        return sum(x.nbytes for x in tensors if x is not None)
+
+    def _check(self, step: Step) -> None:
+        raise InputError("cache is a Recurrent, expected one that keeps keys, such as Full: this layer attends to keys")
 
 
 class Sliding(RecentKeysCache):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -16,16 +16,19 @@ from torch.nn import functional as F
 
 from qkv.attention import Attention
 from qkv.biases import ALiBi, Bias, T5Bias
-from qkv.cache import Cache, Full
+from qkv.cache import Cache, Full, Latent, Recurrent
 from qkv.engine import as_mask
 from qkv.errors import InputError, kind_of, one_of
 from qkv.masks import Causal, Dense, Grid, Mask, Prefix, Window
 from qkv.models.config import check_dropout, check_ids
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.block import FeedForward, TransformerBlock, make_norm
-from qkv.nn.multi_head import ForgettingAttention, MultiHeadAttention
+from qkv.nn.differential import DifferentialAttention
+from qkv.nn.latent import LatentAttention
+from qkv.nn.multi_head import ForgettingAttention, LinearAttention, MultiHeadAttention
+from qkv.nn.recurrent import RecurrentAttention
 from qkv.normalizers import EluPlusOne, Entmax, Normalizer, ReLU, Sigmoid, Softmax, Softpick
-from qkv.positions import NTK, DynamicNTK, Learned, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
+from qkv.positions import NTK, DynamicNTK, Learned, Linear, Llama3, Proportional, Rotary, Scaling, Sinusoidal, YaRN
 from qkv.scores import Dot
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")
@@ -42,17 +45,35 @@ NORMALIZERS: dict[str, Callable[[], Normalizer]] = {
 }
 SCALINGS: dict[str, Callable[[DecoderConfig, int], Scaling]] = {  # of a configuration and the original context length
     "linear": lambda config, original: Linear(config.rotary_factor),
+    "proportional": lambda config, original: Proportional(config.rotary_factor),
     "ntk": lambda config, original: NTK(config.rotary_factor),
     "dynamic": lambda config, original: DynamicNTK(config.rotary_factor, original),
     "yarn": lambda config, original: YaRN(config.rotary_factor, original),
     "llama3": lambda config, original: Llama3(config.rotary_factor, config.rotary_low, config.rotary_high, original),
 }
+RECURRENT: dict[str, dict[str, Any]] = {  # types of layers, and their settings of `RecurrentAttention`
+    "retention": {"decay": "head", "delta": False},
+    "gated_linear": {"decay": "feature", "delta": False},
+    "delta": {"decay": None},
+    "gated_delta": {"decay": "token"},
+    "kimi_delta": {"decay": "feature", "gate": "sigmoid"},
+}
+SOFTMAX = ("attention", "forgetting", "differential", "latent")
+LAYER_TYPES = (*SOFTMAX, "linear", *RECURRENT)
+USED_BY: dict[str, tuple[str, ...]] = {  # settings that not all types of layers have
+    **dict.fromkeys(("gate", "qk_norm", "sink", "key_bias"), ("attention", "forgetting")),
+    "kv_heads": ("attention", "forgetting", "linear"),
+    "head_dim": ("attention", "forgetting", "latent", *RECURRENT),
+    "score_scale": ("attention", "forgetting", "differential"),
+    "normalizer": SOFTMAX,
+    "latent": ("latent",),
+}
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Architecture and sizes of a `DecoderLM`. Every entry is a number, a string, a bool or None, so it fits in JSON;
-    `attention` is a composition, which does if all its parts are qkv's own.
+    """Architecture and sizes of a `DecoderLM`. Every entry is a number, a string, a bool, None or several of them, so
+    it fits in JSON; `attention` is a composition, which does if all its parts are qkv's own.
 
     >>> DecoderConfig.llama(d_model=128, heads=4, kv_heads=2).norm
     'rmsnorm'
@@ -74,8 +95,9 @@ class DecoderConfig:
     rotary_base: float = 10_000.0
     rotary_interleaved: bool = False
     rotary_scaling: str | None = None
-    """``linear``, ``ntk``, ``dynamic``, ``yarn`` or ``llama3``."""
+    """``linear``, ``ntk``, ``dynamic``, ``yarn``, ``llama3``, or for p-RoPE ``proportional``."""
     rotary_factor: float = 1.0
+    """The factor of the scaling; of ``proportional`` the share of the pairs that turn."""
     rotary_original: int | None = None
     """Context length of the original training, before the context was extended; `context` if None."""
     rotary_low: float = 1.0
@@ -93,8 +115,17 @@ class DecoderConfig:
     """Whether an output matrix that is not tied has a bias; None, as in GPT-2 and Llama, for no."""
     qk_norm: bool = False
     gate: str | None = None
-    forget: bool | None = None
-    """Whether each head has a forget gate for each token: the forgetting transformer; None for no."""
+    layer_types: str | tuple[str, ...] | None = None
+    """What each layer is; ``attention`` if None. Several repeat over the layers, as those of `window`:
+    ``("gated_delta", "gated_delta", "gated_delta", "attention")`` is the order of Qwen3-Next.
+
+    ``attention``, ``forgetting``, ``differential``, ``latent`` and ``linear`` are the layers of these names in
+    `qkv.nn`. ``retention`` (RetNet), ``gated_linear`` (GLA), ``delta`` (DeltaNet), ``gated_delta`` (Gated DeltaNet) and
+    ``kimi_delta`` (Kimi Linear) are `qkv.nn.RecurrentAttention`. Of those that are linear, only ``retention`` has
+    rotary positions. `gate`, `qk_norm`, `sink` and `key_bias` are for ``attention`` and ``forgetting``."""
+    latent: int | None = None
+    """Dimension of the latents of ``latent`` layers; if None four times that of a head, as in DeepSeek-V2. Half of a
+    head's dimension turns with the positions, which are ``rotary``."""
     sink: bool = False
     key_bias: bool = False
     normalizer: str = "softmax"
@@ -144,6 +175,37 @@ class DecoderConfig:
             raise InputError(f"score_scale is {self.score_scale}, expected a positive number or None for 1/√head_dim")
         if self.attention is not None:
             self._check_composition()
+        if isinstance(self.layer_types, list):
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        self._check_layer_types()
+
+    def _check_layer_types(self) -> None:
+        """Raise `InputError` for types of layers that are unknown, or do not have the other settings."""
+        given = self.layer_types if isinstance(self.layer_types, tuple) else (self.layer_types,)
+        if not given:
+            raise InputError("layer_types is (), expected the name of a type, or several that repeat over the layers")
+        for kind in given:
+            one_of("layer_types", kind, (None, *LAYER_TYPES))
+        own = set(map(self._type_of, range(self.layers)))
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, kinds in USED_BY.items():
+            if (value := getattr(self, name)) != defaults[name] and not own.intersection(kinds):
+                raise InputError(
+                    f"{name} is {value!r} with layer_types {self.layer_types!r}, which do not have it, expected "
+                    f"{defaults[name]!r}"
+                )
+        if "latent" in own and self.positions != "rotary":
+            raise InputError(f"positions is {self.positions!r} with latent layers, expected 'rotary'")
+        if "differential" in own and self.positions in ("alibi", "t5"):
+            raise InputError(f"positions is {self.positions!r} with differential layers, expected no bias of scores")
+        for layer in range(self.layers):
+            kind, window = self._type_of(layer), self._window_of(layer)
+            if kind not in SOFTMAX and window is not None:
+                raise InputError(f"window is {window} in layer {layer}, which is {kind!r}, expected None for it")
+        if self.prefix and own - {"attention", "differential", "latent"}:
+            raise InputError(
+                f"prefix is {self.prefix} with layer_types {self.layer_types!r}, expected 0: they are causal"
+            )
 
     def _check_composition(self) -> None:
         """Raise `InputError` for settings that the composition replaces."""
@@ -174,6 +236,10 @@ class DecoderConfig:
     def _window_of(self, layer: int) -> int | None:
         given = self.window if isinstance(self.window, tuple) else (self.window,)
         return given[layer % len(given)]
+
+    def _type_of(self, layer: int) -> str:
+        given = self.layer_types if isinstance(self.layer_types, tuple) else (self.layer_types,)
+        return given[layer % len(given)] or "attention"
 
     @staticmethod
     def gpt2(**changes: Any) -> DecoderConfig:
@@ -241,9 +307,9 @@ class DecoderLM(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = Learned(config.context, config.d_model) if config.positions == "learned" else None
         self.sinusoid = Sinusoidal(config.d_model) if config.positions == "sinusoidal" else None
-        attention, rotary = _attention(config), rotary_of(config)
+        attention = _attention(config)
         self.blocks = nn.ModuleList(
-            _block(config, replace(attention, mask=_mask(config, config._window_of(layer))), rotary)
+            _block(config, layer, replace(attention, mask=_mask(config, config._window_of(layer))))
             for layer in range(config.layers)  # one after the other: a file may declare any number
         )
         last = config.place == "pre"
@@ -267,7 +333,7 @@ class DecoderLM(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
         for name, weight in self.blocks.named_parameters():
-            if name.endswith(("attention.out_proj.weight", "feed_forward.down.weight")):
+            if name.endswith(("attention.out_proj.weight", "attention.o_proj.weight", "feed_forward.down.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
     @overload
@@ -341,8 +407,9 @@ class DecoderLM(nn.Module):
         Args:
             batch: number of items.
             padding: for each item, how many tokens at the left of the prompt are padding.
-            cache: makes the cache of one layer, such as ``lambda: qkv.cache.Sinks(4, 252)``; by default `Full` with the
-                size of the context. A model with a prefix needs `Full`.
+            cache: makes the cache of one layer that attends to keys, such as ``lambda: qkv.cache.Sinks(4, 252)``; by
+                default `Full` with the size of the context, and `Latent` for latent layers. A model with a prefix needs
+                `Full`. Recurrent layers have their state.
 
         Raises:
             InputError: for wrong padding; for a composition whose mask depends on the length of the text, such as that
@@ -362,8 +429,15 @@ class DecoderLM(nn.Module):
         self._check_mask(padding)
         if cache is not None and not callable(cache):
             raise InputError(f"cache is {cache!r}, expected a function such as lambda: qkv.cache.Full(64)")
-        make = cache or (lambda: Full(self.config.context))
-        return DecoderState([make() for _ in self.blocks], padding)
+        return DecoderState([self._cache(block.attention, cache) for block in self.blocks], padding)
+
+    def _cache(self, layer: Tensor | nn.Module, make: Callable[[], Cache] | None) -> Cache:
+        """The cache of a layer."""
+        if isinstance(layer, RecurrentAttention):
+            return Recurrent()
+        if make is not None:
+            return make()
+        return (Latent if isinstance(layer, LatentAttention) else Full)(self.config.context)
 
     def _check_mask(self, padding: Tensor | None) -> None:
         """Raise `InputError` if the mask would change from one step to the next."""
@@ -466,32 +540,52 @@ def _mask(config: DecoderConfig, window: int | None) -> Mask:
     return mask | Prefix(config.prefix) if config.prefix else mask
 
 
-def rotary_of(config: DecoderConfig) -> Rotary | None:
-    """The rotary embedding of a model's queries and keys."""
+def rotary_of(config: DecoderConfig, dim: int | None = None) -> Rotary | None:
+    """The rotary embedding of a model's queries and keys, or of so many of their dimensions."""
     if config.positions != "rotary":
         return None
     scaling = None
     if config.rotary_scaling is not None:
         scaling = SCALINGS[config.rotary_scaling](config, config.rotary_original or config.context)
+    dim = config.head_dim or config.d_model // config.heads if dim is None else dim
+    return Rotary(dim, config.rotary_base, config.rotary_interleaved, scaling)
+
+
+def _layer(config: DecoderConfig, layer: int, attention: Attention) -> nn.Module:
+    """The attention of a layer."""
+    kind, sizes = config._type_of(layer), (config.d_model, config.heads)
     head_dim = config.head_dim or config.d_model // config.heads
-    return Rotary(head_dim, config.rotary_base, config.rotary_interleaved, scaling)
-
-
-def _block(config: DecoderConfig, attention: Attention, rotary: Rotary | None) -> TransformerBlock:
-    heads = (ForgettingAttention if config.forget else MultiHeadAttention)(
-        config.d_model,
-        config.heads,
+    bias = config.bias if config.attention_bias is None else config.attention_bias
+    if kind in RECURRENT:
+        rotary = rotary_of(config) if kind == "retention" else None
+        return RecurrentAttention(*sizes, head_dim=config.head_dim, rotary=rotary, **RECURRENT[kind])
+    if kind == "linear":
+        return LinearAttention(*sizes, kv_heads=config.kv_heads, bias=bias)
+    attention = attention if config.attention is None else copy.deepcopy(attention)
+    if kind == "differential":
+        rotary = rotary_of(config, config.d_model // (2 * config.heads))
+        return DifferentialAttention(*sizes, layer=layer, attention=attention, rotary=rotary)
+    if kind == "latent":
+        rotary = rotary_of(config, max(1, head_dim // 4) * 2)
+        assert rotary is not None
+        latent = config.latent or 4 * head_dim
+        return LatentAttention(*sizes, latent=latent, head_dim=head_dim, rotary=rotary, attention=attention)
+    return (ForgettingAttention if kind == "forgetting" else MultiHeadAttention)(
+        *sizes,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        attention=attention if config.attention is None else copy.deepcopy(attention),
-        rotary=rotary,
+        attention=attention,
+        rotary=rotary_of(config),
         qk_norm=config.qk_norm,
         gate=config.gate,  # type: ignore[arg-type]  # it checks
         sink="logit" if config.sink else "key" if config.key_bias else None,
-        bias=config.bias if config.attention_bias is None else config.attention_bias,
+        bias=bias,
     )
+
+
+def _block(config: DecoderConfig, layer: int, attention: Attention) -> TransformerBlock:
     return TransformerBlock(
-        heads,
+        _layer(config, layer, attention),  # type: ignore[arg-type]  # all are called alike
         FeedForward(config.d_model, config.d_hidden, activation=config.activation, bias=config.bias),  # type: ignore[arg-type]
         norm=config.norm,  # type: ignore[arg-type]
         place=config.place,  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from qkv.nn.convert import from_torch, to_torch
 from qkv.nn.differential import DifferentialAttention
 from qkv.nn.latent import LatentAttention
 from qkv.nn.multi_head import Composition, ForgettingAttention, LinearAttention, LinformerAttention, MultiHeadAttention
+from qkv.nn.recurrent import RecurrentAttention
 
 __all__ = [
     "AdditiveAttention",
@@ -23,6 +24,7 @@ __all__ = [
     "LinformerAttention",
     "LuongAttention",
     "MultiHeadAttention",
+    "RecurrentAttention",
     "SinkToken",
     "TransformerBlock",
     "from_torch",
