@@ -27,15 +27,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qkv.statistics.triton.tiles import (
+    LOG2_E,
+    NONE,
+    SCALE,
+    SLICE,
+    count_between,
+    dot,
+    exp2,
+    final_scores,
+    halves,
+    integer,
+    key_share,
+    load_rows,
+    moments,
+    row_shift,
+    slices,
+    tile_weights,
+    visible_pairs,
+    visible_range,
+)
+
 HIDDEN = tl.constexpr(-1e30)  # running maximum of a row that has seen no key
-NONE = tl.constexpr(1e30)  # the log-sum-exp of a row without weights: 2^(score − 1e30) is 0, and so is that times score
 LN2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(1.4426950408889634)
-SLICE = tl.constexpr(8)  # columns of a tile that are added first: those of one instruction of a tensor core
 
 ONE, FIRST, SECOND, BITS, SQUARES, TOP = (tl.constexpr(n) for n in range(6))
 SUMS = tl.constexpr(6)  # sums of each query in memory, before those that are not always wanted
-SCALE = tl.constexpr(2.0**30)
 BITS_SCALE = tl.constexpr(2.0**25)
 SQUARES_SCALE = tl.constexpr(2.0**60)
 NORMS_SCALE = tl.constexpr(2.0**50)
@@ -45,110 +62,8 @@ SMALLEST = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number of
 
 
 @triton.jit
-def _load(at, rows, stride, of_d, inside, d, EVEN: tl.constexpr):
-    """Rows of a matrix at a pointer, with zeros where they are not `inside`, and beyond d, unless EVEN."""
-    inside = inside[:, None] if EVEN else inside[:, None] & (of_d[None, :] < d)
-    return tl.load(at + rows[:, None].to(tl.int64) * stride + of_d[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _dot(a, b, WIDEN: tl.constexpr):
-    """Matrix product with float32 sums. Products of bfloat16 are exact in float32, to which WIDEN converts first,
-    because Triton's interpreter has no bfloat16 products."""
-    if WIDEN:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def _exp2(x, CARD: tl.constexpr):
-    """2^x by one instruction, which takes numbers below 2^−126 for 0; Triton's own adds three for these."""
-    if CARD:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.exp2(x)
-
-
-@triton.jit
-def _capped(scores, cap):
-    """cap · tanh(score / cap). Below 0.1 the odd powers: 1 − 2 / (e^2x + 1) would lose digits there."""
-    x = scores / cap
-    square = x * x
-    small = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
-    large = 1.0 - 2.0 / (tl.exp2(tl.minimum(2.0 * LOG2_E * x, 100.0)) + 1.0)
-    return cap * tl.where(tl.abs(x) < 0.1, small, large)
-
-
-@triton.jit
-def _final(products, rows, columns, h, n_queries, n_keys, bias, CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr):
-    """Final scores in base 2 of q·k: with a soft cap before (CAP 1) or after (CAP 2) a bias by distance.
-
-    `unit` is log2(e) divided by the temperature; `rows` and `columns` are the indices of each product.
-    """
-    scale, unit, cap, distances, stride_distance = bias
-    if CAP == 0 and not HAS_DISTANCE:
-        return products * (scale * unit)
-    scores = products * scale
-    if CAP == 1:
-        scores = _capped(scores, cap)
-    if HAS_DISTANCE:
-        back = rows - columns + (n_keys - 1)
-        exists = (rows < n_queries) & (columns >= 0) & (columns < n_keys)
-        scores += tl.load(distances + h.to(tl.int64) * stride_distance + back, mask=exists, other=0.0)
-    if CAP == 2:
-        scores = _capped(scores, cap)
-    return scores * unit
-
-
-@triton.jit
-def _visible(
-    rows, columns, batch, h, n_queries, n_keys, mask,
-    HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
-):  # fmt: skip
-    """Which pairs of rows and columns are visible: both exist, and they pass the band, the mask of the keys, the ids of
-    the documents and the dense mask, as far as there are any."""
-    offset, low, high, keys, ids, dense, stride_kb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk = mask
-    positions = rows + offset
-    exists = (columns >= 0) & (columns < n_keys)
-    seen = (rows < n_queries) & exists
-    if HAS_BAND:
-        back = positions - columns
-        seen = seen & (back >= low) & (back <= high)
-    if HAS_KEYS:
-        seen = seen & (tl.load(keys + batch.to(tl.int64) * stride_kb + columns, mask=exists, other=0) != 0)
-    if HAS_IDS:
-        of_batch = ids + batch.to(tl.int64) * stride_ib
-        of_query = tl.load(of_batch + positions, mask=(rows < n_queries) & (positions >= 0), other=-1)
-        of_key = tl.load(of_batch + columns, mask=exists, other=-1)
-        seen = seen & (of_query == of_key) & (of_key >= 0)
-    if HAS_DENSE:
-        of_head = dense + batch.to(tl.int64) * stride_db + h.to(tl.int64) * stride_dh
-        pairs = rows.to(tl.int64) * stride_dq + columns.to(tl.int64) * stride_dk
-        seen = seen & (tl.load(of_head + pairs, mask=seen, other=0) != 0)
-    return seen
-
-
-@triton.jit
 def _clipped(x, low, high):
     return tl.minimum(tl.maximum(x, low), high)
-
-
-@triton.jit
-def _between(counts, low, high):
-    """How many there are from `low` to `high`, given how many there are up to each."""
-    some = high >= low
-    upto, before = tl.load(counts + high, mask=some, other=0), tl.load(counts + low - 1, mask=some & (low > 0), other=0)
-    return upto - before
-
-
-@triton.jit
-def _range(at, low, high, n, HAS_BAND: tl.constexpr):
-    """The first and the last of n positions that are from `low` to `high` after `at`; all of them without a band."""
-    first, last = at * 0, at * 0 + (n - 1)
-    if HAS_BAND:
-        first, last = tl.maximum(at + low, 0), tl.minimum(at + high, n - 1)
-    return first, last
 
 
 @triton.jit
@@ -179,7 +94,7 @@ def forward(
     at_v = v + batch.to(tl.int64) * stride_vb + (h // share).to(tl.int64) * stride_vh
     bias = scale, unit, cap, distances, stride_distance
     mask = offset, low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk
-    queries = _load(at_q, rows, stride_qn, of_d, inside, d, EVEN_D)
+    queries = load_rows(at_q, rows, stride_qn, of_d, inside, d, EVEN_D)
     maximum = tl.full((BM,), HIDDEN, tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, DV), tl.float32)
@@ -190,9 +105,9 @@ def forward(
         end = tl.minimum(tl.minimum(first_row + BM, n_queries) + offset - low, n_keys)
     for start in range(begin, end, BN):
         columns = start + tl.arange(0, BN)
-        here = _load(at_k, columns, stride_kn, of_d, columns < n_keys, d, EVEN_D)
-        scores = _final(
-            _dot(queries, tl.trans(here), WIDEN), rows[:, None], columns[None, :], h, n_queries, n_keys, bias,
+        here = load_rows(at_k, columns, stride_kn, of_d, columns < n_keys, d, EVEN_D)
+        scores = final_scores(
+            dot(queries, tl.trans(here), WIDEN), rows[:, None], columns[None, :], h, n_queries, n_keys, bias,
             CAP, HAS_DISTANCE,
         )  # fmt: skip
         full = False
@@ -202,21 +117,21 @@ def forward(
                 back = first_row + offset - start  # of the first pair; of the others from −(BN − 1) to BM − 1 more
                 full = full & (back - (BN - 1) >= low) & (back + (BM - 1) <= high)
         if not full:
-            seen = _visible(
+            seen = visible_pairs(
                 rows[:, None], columns[None, :], batch, h, n_queries, n_keys, mask,
                 HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(maximum, tl.max(scores, 1))
-        p = _exp2(scores - new[:, None], CARD)
-        shrink = _exp2(maximum - new, CARD)
+        p = exp2(scores - new[:, None], CARD)
+        shrink = exp2(maximum - new, CARD)
         total = total * shrink + tl.sum(p, 1)
         if OUTPUT:
-            values = _load(at_v, columns, stride_vn, of_dv, columns < n_keys, dv, EVEN_D)
+            values = load_rows(at_v, columns, stride_vn, of_dv, columns < n_keys, dv, EVEN_D)
             if not full:  # values that no query of the tile sees can be NaN
                 some = tl.max((scores != float("-inf")).to(tl.int32), 0)
                 values = tl.where(some[:, None] != 0, values, 0.0)
-            acc = acc * shrink[:, None] + _dot(p.to(values.dtype), values, WIDEN)
+            acc = acc * shrink[:, None] + dot(p.to(values.dtype), values, WIDEN)
         maximum = new
 
     empty = total == 0.0
@@ -238,106 +153,6 @@ def forward(
             out + write[:, None] * dv + of_dv[None, :], acc.to(out.dtype.element_ty),
             mask=inside[:, None] & (of_dv[None, :] < dv),
         )  # fmt: skip
-
-
-@triton.jit
-def _shift(lse, counted, rows, inside, HAS_COUNTED: tl.constexpr):
-    """The log-sum-exp of rows in base 2, NONE where there is no weight or the query does not count; and which count."""
-    shift = tl.load(lse + rows, mask=inside, other=float("-inf")) * LOG2_E
-    if HAS_COUNTED:
-        inside = inside & (tl.load(counted + rows, mask=inside, other=0) != 0)
-    return tl.where(inside & (shift != float("-inf")), shift, NONE), inside
-
-
-@triton.jit
-def _weights(
-    at_q, here, lse, counted, rows, columns, stride_qn, batch, h, n_queries, n_keys, d, bias, mask,
-    HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
-    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_COUNTED: tl.constexpr, MASKED: tl.constexpr,
-    EVEN_D: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr, CARD: tl.constexpr,
-):  # fmt: skip
-    """The weights of a tile among the keys alone, their base-2 logarithms, the log-sum-exp of the rows in base 2, and
-    which pairs are visible; `here` are the keys, transposed."""
-    inside = rows < n_queries if MASKED else tl.full(rows.shape, True, tl.int1)
-    shift, counts = _shift(lse, counted, rows, inside, HAS_COUNTED)
-    queries = _load(at_q, rows, stride_qn, tl.arange(0, D), counts, d, EVEN_D)
-    t = _final(
-        _dot(queries, here, WIDEN), rows[:, None], columns[None, :], h, n_queries, n_keys, bias, CAP, HAS_DISTANCE
-    ) - shift[:, None]  # fmt: skip
-    seen = counts[:, None]
-    if MASKED:
-        seen = seen & _visible(
-            rows[:, None], columns[None, :], batch, h, n_queries, n_keys, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE
-        )
-        t = tl.where(seen, t, -NONE)
-    if HAS_DISTANCE or at_q.dtype.element_ty == tl.float32:
-        t = tl.maximum(t, -NONE)  # a score may be −∞
-    return t, _exp2(t, CARD), shift, seen
-
-
-@triton.jit
-def _key_share(shift, sink, inside):
-    """The weight of all keys of a row together beside a sink logit, given their log-sum-exp in base 2."""
-    logit = tl.load(sink, mask=inside, other=float("-inf")).to(tl.float32) * LOG2_E
-    return 1.0 / (1.0 + tl.exp2(tl.minimum(logit - shift, 126.0)))
-
-
-@triton.jit
-def _halves(x, M: tl.constexpr, N: tl.constexpr):
-    """The left and the right half of a tile (M, N)."""
-    return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def _slices(
-    p, t, p2, t2, norms, norms2, sums, M: tl.constexpr, N: tl.constexpr, FAR: tl.constexpr, HAS_NORMS: tl.constexpr,
-    HAS_LOWS: tl.constexpr,
-):  # fmt: skip
-    """Add the slices of columns of the left half of a tile (p, t) and of its mirrored right half (p2, t2) to `sums`.
-
-    A slice and its mirror image are as far from the middle (FAR), so that the even moments need their sum alone. The
-    sums are multiplications with an addition, one instruction each.
-    """
-    if N == SLICE:
-        bits, squares, top, low, zero, one, two, norm = sums
-        both = p + p2
-        bits = bits + p * t + p2 * t2
-        squares = squares + p * p + p2 * p2
-        top = tl.maximum(top, tl.maximum(p.to(tl.int32, bitcast=True), p2.to(tl.int32, bitcast=True)))
-        if HAS_LOWS:
-            low = tl.minimum(low, tl.minimum(t, t2))
-        zero, one, two = zero + both, one - p * FAR + p2 * FAR, two + both * (FAR * FAR)
-        if HAS_NORMS:
-            norm = norm + p * norms + p2 * norms2
-        return bits, squares, top, low, zero, one, two, norm
-    else:
-        a, b = _halves(p, M, N)
-        a2, b2 = _halves(p2, M, N)
-        ta, tb = _halves(t, M, N)
-        ta2, tb2 = _halves(t2, M, N)
-        na, nb, na2, nb2 = norms, norms, norms2, norms2
-        if HAS_NORMS:
-            na, nb = _halves(norms, 1, N)
-            na2, nb2 = _halves(norms2, 1, N)
-        sums = _slices(a, ta, b2, tb2, na, nb2, sums, M, N // 2, FAR + N / 4, HAS_NORMS, HAS_LOWS)
-        return _slices(b, tb, a2, ta2, nb, na2, sums, M, N // 2, FAR - N / 4, HAS_NORMS, HAS_LOWS)
-
-
-@triton.jit
-def _moments(zero, one, two, BN: tl.constexpr):
-    """Σ a, Σ a x and Σ a x² over BN keys, as integers, from sums by slice and column of a slice."""
-    place = (tl.arange(0, SLICE) - (SLICE - 1) / 2)[None, :]
-    m0, m1 = tl.sum(zero, 1), tl.sum(one + place * zero, 1)
-    m2 = tl.sum(two + (2.0 * place) * one + (place * place) * zero, 1)
-    return (
-        _integer(m0 * SCALE).to(tl.int64), _integer(m1 * (SCALE / BN)).to(tl.int64),
-        _integer(m2 * (SCALE / BN / BN)).to(tl.int64),
-    )  # fmt: skip
-
-
-@triton.jit
-def _integer(x):
-    return tl.floor(x + 0.5).to(tl.int32)
 
 
 @triton.jit
@@ -369,7 +184,7 @@ def statistics(
     exists = columns < n_keys
     at_q = q + batch.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     at_k = k + batch.to(tl.int64) * stride_kb + (h // share).to(tl.int64) * stride_kh
-    here = tl.trans(_load(at_k, columns, stride_kn, of_d, exists, d, EVEN_D))
+    here = tl.trans(load_rows(at_k, columns, stride_kn, of_d, exists, d, EVEN_D))
     bias = scale, unit, cap, distances, stride_distance
     mask = offset, low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk
     write = head.to(tl.int64) * n_keys + columns
@@ -403,10 +218,10 @@ def statistics(
         real = tl.sum(named.to(tl.int32), 0)
         end = tl.where(real == 0, begin, end)
     if not COUNT:
-        from_row, to_row = _range(columns, low - offset, high - offset, n_queries, HAS_BAND)
+        from_row, to_row = visible_range(columns, low - offset, high - offset, n_queries, HAS_BAND)
         queries_seeing = tl.maximum(to_row - from_row + 1, 0)
         if HAS_COUNTED:
-            queries_seeing = _between(query_counts + batch.to(tl.int64) * n_queries, from_row, to_row)
+            queries_seeing = count_between(query_counts + batch.to(tl.int64) * n_queries, from_row, to_row)
         if HAS_KEYS:
             queries_seeing = tl.where(named, queries_seeing, 0)
         tl.store(audience + write, queries_seeing.to(tl.float32), mask=exists)
@@ -438,7 +253,7 @@ def statistics(
                     num_stages=1 if MASKED else STAGES,
                 ):  # fmt: skip
                     rows = start + tl.arange(0, BM)
-                    t, p, shift, seen = _weights(
+                    t, p, shift, seen = tile_weights(
                         at_q, here, lse + head.to(tl.int64) * n_queries, at_counted, rows, columns, stride_qn, batch, h,
                         n_queries, n_keys, d, bias, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE, CAP, HAS_DISTANCE,
                         HAS_COUNTED, MASKED, EVEN_D, D, WIDEN, CARD,
@@ -447,7 +262,7 @@ def statistics(
                         t = tl.where(t > -0.5 * NONE, t, 0.0)
                     w = p
                     if HAS_SINK:
-                        w = p * _key_share(shift, at_sink + rows * stride_sn, rows < n_queries)[:, None]
+                        w = p * key_share(shift, at_sink + rows * stride_sn, rows < n_queries)[:, None]
                     pairs = tl.sum(tl.reshape(w, (BM // 16, 2, 8, BN)), 1)  # two rows of a thread
                     partial += pairs
                     if POOLED == 1:
@@ -468,18 +283,18 @@ def statistics(
                     if HAS_NORMS:
                         norm = tl.load(norms + write, mask=exists, other=0.0)[None, :]
                     z = tl.zeros((BM, SLICE), tl.float32)
-                    left, right = _halves(p, BM, BN)
-                    t_left, t_right = _halves(t, BM, BN)
-                    norm_left, norm_right = _halves(norm, 1, BN)
-                    bits, squares, highest, lowest, zero, one, two, weighted = _slices(
+                    left, right = halves(p, BM, BN)
+                    t_left, t_right = halves(t, BM, BN)
+                    norm_left, norm_right = halves(norm, 1, BN)
+                    bits, squares, highest, lowest, zero, one, two, weighted = slices(
                         left, t_left, right, t_right, norm_left, norm_right, (z, z, z.to(tl.int32), z, z, z, z, z), BM,
                         BN // 2, BN / 4, HAS_NORMS, HAS_LOWS,
                     )  # fmt: skip
-                    m0, m1, m2 = _moments(zero, one, two, BN)
+                    m0, m1, m2 = moments(zero, one, two, BN)
                     first, second_moment = m0 * block + m1, m0 * (block * block) + m1 * (2 * block) + m2
                     four = tl.join(
                         tl.join(m0, first),
-                        tl.join(second_moment, _integer(tl.sum(bits, 1) * BITS_SCALE).to(tl.int64)),
+                        tl.join(second_moment, integer(tl.sum(bits, 1) * BITS_SCALE).to(tl.int64)),
                     )  # fmt: skip
                     at = at_sums + start * PLANES + tl.arange(0, BM)
                     plane = BM * tl.arange(0, 2)
@@ -498,8 +313,8 @@ def statistics(
                     if BOTH_SIDES and MASKED:
                         later = tl.where(columns[None, :] > (rows + offset)[:, None], p, 0.0)
                         place = (tl.arange(0, BN) - (BN - 1) / 2)[None, :]
-                        m0 = _integer(tl.sum(later, 1) * SCALE).to(tl.int64)
-                        m1 = _integer(tl.sum(later * place, 1) * (SCALE / BN)).to(tl.int64)
+                        m0 = integer(tl.sum(later, 1) * SCALE).to(tl.int64)
+                        m1 = integer(tl.sum(later * place, 1) * (SCALE / BN)).to(tl.int64)
                         tl.atomic_add(at + LATER * BM, m0, sem="relaxed")
                         tl.atomic_add(at + (LATER + 1) * BM, m0 * block + m1, sem="relaxed")
                     if (BOTH_SIDES and not MASKED) and part == 0:
@@ -562,10 +377,10 @@ def masses(
         begin = tl.maximum(begin, first_column + low - offset)
         end = tl.minimum(end, tl.minimum(first_column + BN, n_keys) + high - offset)
     if begin < end:
-        here = tl.trans(_load(at_k, columns, stride_kn, of_d, exists, d, EVEN_D))
+        here = tl.trans(load_rows(at_k, columns, stride_kn, of_d, exists, d, EVEN_D))
         for start in range(begin // BM * BM, end, BM):
             rows = start + tl.arange(0, BM)
-            _, p, _, _ = _weights(
+            _, p, _, _ = tile_weights(
                 at_q, here, lse + head.to(tl.int64) * n_queries, counted + batch.to(tl.int64) * n_queries, rows,
                 columns, stride_qn, batch, h, n_queries, n_keys, d, bias, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE,
                 CAP, HAS_DISTANCE, HAS_COUNTED, True, EVEN_D, D, WIDEN, CARD,
@@ -573,7 +388,7 @@ def masses(
             back = (rows + offset)[:, None] - columns[None, :]
             p = tl.where((back >= least) & (back <= most) | (named != 0)[None, :], p, 0.0)
             at = at_sums + start * PLANES + tl.arange(0, BM)
-            tl.atomic_add(at, _integer(tl.sum(p, 1) * SCALE).to(tl.int64), sem="relaxed")
+            tl.atomic_add(at, integer(tl.sum(p, 1) * SCALE).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -599,7 +414,7 @@ def extremes(
     mask = offset, low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk
     at = sums + (head.to(tl.int64) * tl.cdiv(n_queries, BM) * BM + first_row) * PLANES + tl.arange(0, BM)
     write = head.to(tl.int64) * n_queries + rows
-    shift, _counts = _shift(at_lse, at_counted, rows, inside, HAS_COUNTED)
+    shift, _counts = row_shift(at_lse, at_counted, rows, inside, HAS_COUNTED)
     packed = tl.load(at + TOP * BM)
     sees = (packed >> 32) > 0
     below = tl.load(at + LOW * BM).to(tl.int32).to(tl.float32, bitcast=True)
@@ -609,8 +424,8 @@ def extremes(
     block = tl.min(blocks, 0)
     while block < UNUSED:
         columns = block * BN + tl.arange(0, BN)
-        here = tl.trans(_load(at_k, columns, stride_kn, of_d, columns < n_keys, d, EVEN_D))
-        t, _p, _again, seen = _weights(
+        here = tl.trans(load_rows(at_k, columns, stride_kn, of_d, columns < n_keys, d, EVEN_D))
+        t, _p, _again, seen = tile_weights(
             at_q, here, at_lse, at_counted, rows, columns, stride_qn, batch, h, n_queries, n_keys, d, bias, mask,
             HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE, CAP, HAS_DISTANCE, HAS_COUNTED, True, EVEN_D, D, WIDEN, CARD,
         )  # fmt: skip
@@ -642,19 +457,19 @@ def prefix_scores(
     at_k = k + batch.to(tl.int64) * stride_kb + (h // share).to(tl.int64) * stride_kh
     bias = scale, unit, cap, distances, stride_distance
     mask = offset, low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk
-    here = tl.trans(_load(at_k, columns, stride_kn, of_d, columns < n_keys, d, EVEN_D))
+    here = tl.trans(load_rows(at_k, columns, stride_kn, of_d, columns < n_keys, d, EVEN_D))
     total, number = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.int32)
     begin = tl.maximum(first - offset, 0)
     for start in range(begin, tl.minimum(first - offset + prefix_keys, n_queries), BM):
         rows = start + tl.arange(0, BM)
-        _, p, shift, seen = _weights(
+        _, p, shift, seen = tile_weights(
             at_q, here, lse + head.to(tl.int64) * n_queries, counted + batch.to(tl.int64) * n_queries, rows,
             columns, stride_qn, batch, h, n_queries, n_keys, d, bias, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE, CAP,
             HAS_DISTANCE, HAS_COUNTED, True, EVEN_D, D, WIDEN, CARD,
         )  # fmt: skip
         if HAS_SINK:
             at = sink + batch * stride_sb + h * stride_sh + rows * stride_sn
-            p = p * _key_share(shift, at, rows < n_queries)[:, None]
+            p = p * key_share(shift, at, rows < n_queries)[:, None]
         seen = seen & (rows + offset - first < prefix_keys)[:, None]
         total += tl.sum(tl.where(seen, p, 0.0), 0)
         number += tl.sum(seen.to(tl.int32), 0)
@@ -687,13 +502,13 @@ def by_row(
     bias = scale, unit, cap, distances, stride_distance
     mask = offset, low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk
     write, size = head.to(tl.int64) * n_queries + rows, tl.num_programs(1).to(tl.int64) * n_queries
-    shift, counts = _shift(
+    shift, counts = row_shift(
         lse + head.to(tl.int64) * n_queries, counted + batch.to(tl.int64) * n_queries, rows, inside, HAS_COUNTED
     )
     share_of_keys, at_sink = tl.full((BM,), 1.0, tl.float32), tl.zeros((BM,), tl.float32)
     if HAS_SINK:
         at = sink + batch * stride_sb + h * stride_sh + rows * stride_sn
-        share_of_keys = _key_share(shift, at, inside)
+        share_of_keys = key_share(shift, at, inside)
         logit = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32) * LOG2_E
         at_sink = 1.0 / (1.0 + tl.exp2(tl.minimum(shift - logit, 126.0)))
         at_sink = tl.where(shift == NONE, tl.where(logit == float("-inf"), 0.0, 1.0), at_sink)
@@ -727,24 +542,26 @@ def by_row(
     if HAS_IDS or HAS_DENSE:
         number = tl.load(at + SEEN * BM).to(tl.int32)
     else:
-        from_key, to_key = _range(rows, offset - high, offset - low, n_keys, HAS_BAND)
+        from_key, to_key = visible_range(rows, offset - high, offset - low, n_keys, HAS_BAND)
         number = tl.maximum(to_key - from_key + 1, 0)
         if HAS_KEYS:
-            number = _between(key_counts + batch.to(tl.int64) * stride_kmb, from_key, to_key)
+            number = count_between(key_counts + batch.to(tl.int64) * stride_kmb, from_key, to_key)
         number = tl.where(counts, number, 0)
 
     at_q = q + batch.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     at_k = k + batch.to(tl.int64) * stride_kb + (h // share).to(tl.int64) * stride_kh
-    queries = _load(at_q, rows, stride_qn, of_d, counts, d, EVEN_D).to(tl.float32)
+    queries = load_rows(at_q, rows, stride_qn, of_d, counts, d, EVEN_D).to(tl.float32)
     for which in tl.static_range(4):  # the first key, the query's own, the previous and the next
         if which == 0:
             key = tl.load(firsts + batch) + rows * 0
         else:
             key = rows + offset + (0 if which == 1 else -1 if which == 2 else 1)
-        seen = counts & _visible(rows, key, batch, h, n_queries, n_keys, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE)
-        there = _load(at_k, key, stride_kn, of_d, seen, d, EVEN_D).to(tl.float32)
+        seen = counts & visible_pairs(
+            rows, key, batch, h, n_queries, n_keys, mask, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE
+        )
+        there = load_rows(at_k, key, stride_kn, of_d, seen, d, EVEN_D).to(tl.float32)
         products = tl.sum(queries * there, 1)
-        score = _final(products, rows, key, h, n_queries, n_keys, bias, CAP, HAS_DISTANCE)
+        score = final_scores(products, rows, key, h, n_queries, n_keys, bias, CAP, HAS_DISTANCE)
         weight = tl.exp2(tl.where(seen, score - shift, -NONE)) * share_of_keys
         tl.store(found + (1 + which) * size + write, weight, mask=inside)
         if HAS_NORMS and which == 0:
