@@ -22,7 +22,7 @@ import hf_zoo
 import qkv
 from conftest import largest_tensor, refusals, refused, set_tile
 from qkv.errors import InputError
-from qkv.huggingface.attention import lazy_mask
+from qkv.huggingface.masks import lazy_mask
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.inputs import sequences_of
 from qkv.profiler.capture.observe import observe

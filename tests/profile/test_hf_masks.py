@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import masking_utils as hf
 
-from qkv.huggingface.attention import LazyMask, decode, lazy_mask
+from qkv.huggingface.masks import LazyMask, decode, lazy_mask
 from qkv.masks import And, Causal, Dense, Grid, Mask, Or, Predicate, Region, Shifted
 
 BATCH, NQ, NK = 3, 11, 17

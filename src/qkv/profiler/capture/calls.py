@@ -14,7 +14,7 @@ from qkv import masks
 from qkv.biases import TensorBias
 from qkv.engine import Call, at_least_float32
 from qkv.errors import InputError
-from qkv.huggingface.attention import MASKED, read_mask
+from qkv.huggingface.masks import MASKED, read_mask
 from qkv.masks import Causal, Mask, Shifted
 from qkv.normalizers import Normalizer, Pointwise
 from qkv.scores import Dot

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from qkv.engine import Call, Result, at_least_float32, detached, under_vmap
 from qkv.errors import InputError
-from qkv.huggingface.attention import EAGER_NAMES, LazyMask, call_of, causality, eager_of, is_known, name_of, own_mask
+from qkv.huggingface.attention import EAGER_NAMES, call_of, causality, eager_of, is_known, name_of
+from qkv.huggingface.masks import LazyMask, own_mask
 from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Grid, Mask, Region, Window
 from qkv.profiler.capture import inputs

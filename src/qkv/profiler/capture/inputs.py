@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from qkv import ring
 from qkv._packages import user_frame
 from qkv.errors import InputError
-from qkv.huggingface.attention import MASKED
+from qkv.huggingface.masks import MASKED
 from qkv.profiler.capture.patches import Patches
 
 
