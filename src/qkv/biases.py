@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -225,9 +224,7 @@ class TensorBias(SingleTensorBias):
         return self.tensor[(None,) * (4 - self.tensor.ndim)]
 
     def bind(self, q: Tensor, grid: Grid, scale: float) -> TensorBias:
-        bound = copy(self)  # of a subclass, too
-        object.__setattr__(bound, "tensor", self._pairs)
-        return bound
+        return with_attributes(self, tensor=self._pairs)  # of a subclass, too
 
     def tile(self, region: Region) -> Tensor:
         return region.of(self._pairs)
@@ -275,10 +272,8 @@ class ByDistance(SingleTensorBias):
     def span(self, region: Region) -> slice:
         """Return the entries of a region's distances, from its top right corner to its bottom left."""
         n_keys = (self.tensor.shape[1] + 1) // 2 if self.n_keys is None else self.n_keys
-        start = region.rows.start - (region.columns.stop - 1) + n_keys - 1
-        return slice(
-            start, start + region.rows.stop - region.rows.start + region.columns.stop - region.columns.start - 1
-        )
+        first, last = region.rows.start - region.columns.stop + 1, region.rows.stop - 1 - region.columns.start
+        return slice(first + n_keys - 1, last + n_keys)
 
     def part(self, region: Region) -> ByDistance:
         span = self.tensor[region.heads if len(self.tensor) > 1 else slice(None), self.span(region)]
@@ -415,9 +410,8 @@ class ALiBi(Bias):
         return _of_paper(grid, dtype) if short and not other else _of_paper.__wrapped__(grid, dtype)
 
 
-LARGEST_TABLE = (
-    2**16
-)  # most numbers of a table that is cached for other calls; longer ones take less time than attention
+LARGEST_TABLE = 2**16
+"""Most numbers of a table that is cached for other calls; longer ones take less time than attention."""
 
 
 def _alibi(slopes: Tensor, grid: Grid) -> ByDistance:
