@@ -12,31 +12,27 @@ Where courses differ, arguments decide: projections have biases unless ``bias=Fa
 
 from __future__ import annotations
 
-import io
 import math
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import multi_head_attention_forward as mha_forward
 
 import qkv
 from qkv.attention import attend
-from qkv.compat import renamed, with_blocked
-from qkv.engine import as_mask, inverted
+from qkv.compat import renamed
+from qkv.engine import as_mask
 from qkv.errors import InputError, at_least_one
 from qkv.masks import Mask
 from qkv.models.config import check_ids
 from qkv.models.tokenizers import ByteTokenizer as Tokenizer
 from qkv.normalizers import Sigmoid
 from qkv.scores import Additive, Dot
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from qkv_lab.course_masks import GivenMask, create_causal_mask, visible
+from qkv_lab.course_pictures import plot_attention, visualize_attention
 
 __all__ = [
     "BahdanauAttention",
@@ -66,51 +62,10 @@ __all__ = [
 __dir__ = __all__.copy
 
 A = TypeVar("A", Tensor, np.ndarray)
-GivenMask = Mask | Tensor | np.ndarray | None
 INPUTS = {"x": "query", "Q": "query", "K": "key", "V": "value"}
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
-
-
-def create_causal_mask(seq_len: int, device: torch.device | str | None = None) -> Bool[Tensor, "n n"]:
-    """The causal mask as a tensor: True on and below the diagonal, where a query may attend.
-
-    >>> create_causal_mask(3).int().tolist()
-    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-    """
-    return torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril().as_subclass(CausalMask)
-
-
-class CausalMask(Tensor):
-    """The tensor of `create_causal_mask`, which refuses to be used as a mask in which True hides.
-
-    >>> torch.zeros(2, 2).masked_fill(~create_causal_mask(2), -1).tolist()
-    [[0.0, -1.0], [0.0, 0.0]]
-    """
-
-    HIDING = (Tensor.masked_fill, Tensor.masked_fill_, torch.masked_fill, Tensor.__setitem__, mha_forward)
-    VIEWS = (Tensor.__getitem__, Tensor.unsqueeze, Tensor.expand, Tensor.repeat, Tensor.view, Tensor.to, Tensor.clone)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in cls.HIDING and any(isinstance(x, cls) for x in (*args[1:2], *kwargs.values())):
-            raise InputError(
-                f"mask of create_causal_mask is True where a query may attend, but {function.__name__} hides where its "
-                "mask is True; expected ~mask"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            found = function(*args, **kwargs)
-        return found.as_subclass(cls) if function in cls.VIEWS and args[0].dtype == found.dtype else found
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # torch.load refuses other classes
 
 
 def scaled_dot_product_attention(
@@ -144,8 +99,8 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x is None:
             raise InputError(f"{name} is None, expected a tensor or an array (…, length, d)")
-    visible = _visible(mask, blocked, of_items=query.ndim == 3)
-    return attend(query, key, value, mask=visible, dropout_p=dropout_p, return_weights=True)
+    seen = visible(mask, blocked, of_items=query.ndim == 3)
+    return attend(query, key, value, mask=seen, dropout_p=dropout_p, return_weights=True)
 
 
 def simple_attention(Q: A, K: A, V: A) -> tuple[A, A]:
@@ -175,7 +130,7 @@ class ScaledDotProductAttention:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Output (nq, dv) and weights (nq, nk). Whole numbers, as of an example by hand, become floats."""
         Q, K, V = (x.astype(float) if np.asarray(x).dtype.kind in "iu" else x for x in (Q, K, V))
-        return attend(Q, K, V, mask=_visible(mask, blocked), score=Dot(1 / self.scale), return_weights=True)
+        return attend(Q, K, V, mask=visible(mask, blocked), score=Dot(1 / self.scale), return_weights=True)
 
     def _softmax(self, x: np.ndarray, axis: int = -1) -> np.ndarray:
         return torch.from_numpy(x * 1.0).softmax(axis).numpy()
@@ -286,7 +241,7 @@ class MultiHeadAttention(nn.Module):
             _check_tokens(name, x, self.d_model)
         q, k, v = self.split_heads(self.W_q(query)), self.split_heads(self.W_k(keys)), self.split_heads(self.W_v(value))
         found: Any = attend(
-            q, k, v, mask=_visible(mask, blocked), score=Dot(1 / self.scale), return_weights=return_attention,
+            q, k, v, mask=visible(mask, blocked), score=Dot(1 / self.scale), return_weights=return_attention,
             dropout_p=self.dropout.p if self.training else 0.0,
         )  # fmt: skip
         out, weights = found if return_attention else (found, None)
@@ -318,13 +273,13 @@ class EinsumAttention(nn.Module):
         _check_tokens("x", x, len(self.W_q))
         q, k, v = (torch.einsum("bsm,mhd->bshd", x, w) for w in (self.W_q, self.W_k, self.W_v))
         scores = torch.einsum("bshd,bthd->bhst", q, k) / math.sqrt(self.d_k)
-        given, visible = as_mask(_visible(mask, blocked)), None
+        given, seen = as_mask(visible(mask, blocked)), None
         if given is not None:
-            visible = given.dense(x.shape[1], x.shape[1], batch=len(x), heads=self.num_heads).to(x.device)
-            scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)  # −∞ gives NaN without visible keys
+            seen = given.dense(x.shape[1], x.shape[1], batch=len(x), heads=self.num_heads).to(x.device)
+            scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)  # −∞ gives NaN without visible keys
         weights = scores.softmax(-1)
-        if visible is not None:
-            weights = weights.masked_fill(~visible, 0)
+        if seen is not None:
+            weights = weights.masked_fill(~seen, 0)
         return torch.einsum("bhst,bthd,hdm->bsm", weights, v, self.W_o), weights
 
 
@@ -458,74 +413,7 @@ class Seq2SeqWithAttention(nn.Module):
         return torch.cat(logits, 1)
 
 
-# --- pictures and measures --------------------------------------------------------------------------------------------
-
-
-def plot_attention(attention_weights: Tensor, title: str = "Attention Weights") -> None:
-    """Show one matrix of weights (n, n) with its numbers."""
-    names = [f"Pos {i}" for i in range(attention_weights.shape[0])]
-    _show(qkv.plot.weights(attention_weights, names, values=True, title=title).figure)  # type: ignore[arg-type]
-
-
-def visualize_attention(*args: Any, **options: Any) -> Any:
-    """The three functions of this name, told apart by their first argument.
-
-    * ``visualize_attention(model_name, text)``: layer means of a Hugging Face model; returns ``(attentions, tokens)``.
-    * ``visualize_attention(model, data, sample_idx=0, device="cpu")``: every head of a `TinyTransformer` on one row of
-      `generate_reversal_data`; returns the weights of all layers.
-    * ``visualize_attention(tokens, attention_weights, head=0)``: one head; returns the figure.
-    """
-    first = args[0] if args else next((options[x] for x in ("model", "tokens", "model_name") if x in options), "gpt2")
-    if isinstance(first, nn.Module):
-        return _of_reversal(*args, **options)
-    return _of_name(*args, **options) if isinstance(first, str) else _of_tokens(*args, **options)
-
-
-def _of_name(
-    model_name: str = "gpt2", text: str = "The quick brown fox jumps over the lazy dog."
-) -> tuple[tuple[Tensor, ...], list[str]]:
-    profile = qkv.profile(model_name, text, probe=False, map_tokens=2**20)
-    attentions = tuple(torch.from_numpy(layer)[None] for layer in profile.data["weights"].values[0])
-    tokens = [str(token) for token in profile.data["key_token"].values[0]]
-    means = {f"Layer {i}": layer[0].mean(0) for i, layer in enumerate(attentions)}
-    _show(qkv.plot.panels(means, tokens, what="weight, mean of heads"), saved=True)
-    return attentions, tokens
-
-
-def _of_reversal(model: nn.Module, data: Tensor, sample_idx: int = 0, device: str = "cpu") -> list[Tensor]:
-    model.eval()
-    x = data[sample_idx : sample_idx + 1, :-1].to(device)
-    with torch.no_grad():
-        weights: list[Tensor] = model(x, mask=create_causal_mask(x.shape[1], device))[1]
-    tokens = ["SEP" if i == 1 else str(i) for i in x[0].tolist()]
-    names = {f"Layer {i + 1}, Head {h + 1}": m for i, layer in enumerate(weights) for h, m in enumerate(layer[0])}
-    _show(qkv.plot.panels(names, tokens, vmax=1, columns=weights[0].shape[1], what="weight"), saved=True)
-    return weights
-
-
-def _of_tokens(tokens: list[str], attention_weights: Tensor, head: int = 0) -> Figure:
-    title = f"Attention Head {head + 1}"
-    axes = qkv.plot.weights(attention_weights, tokens, item=0, head=head, vmax=1, values=True, title=title)
-    figure: Figure = axes.figure  # type: ignore[assignment]
-    _show(figure)
-    return figure
-
-
-def _show(figure: Figure, *, saved: bool = False) -> None:
-    """Show a figure in a notebook or in a window; with `saved`, write it as attention_visualization.png, too."""
-    import matplotlib.pyplot as plt
-
-    if saved:
-        figure.savefig("attention_visualization.png", dpi=150)
-    if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
-        sys.modules["IPython"].display.display(figure)
-    elif plt.get_backend().lower() != "agg":  # which has no window
-        file = io.BytesIO()
-        figure.savefig(file, dpi=100)
-        window = plt.figure(figsize=figure.get_size_inches(), dpi=100)  # pyplot does not manage the figure itself
-        file.seek(0)
-        window.figimage(plt.imread(file))
-        plt.show()
+# --- measures ---------------------------------------------------------------------------------------------------------
 
 
 def measure_first_token_attention(attentions: Sequence[Tensor], tokens: Sequence[str]) -> None:
@@ -653,44 +541,3 @@ def _check_tokens(name: str, x: object, d_model: int) -> None:
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != d_model:
         shape = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
         raise InputError(f"{name} is {shape}, expected (batch, length, {d_model}); pass a mask as mask=")
-
-
-def _visible(
-    mask: GivenMask, blocked: Tensor | np.ndarray | None = None, *, of_items: bool = False
-) -> Mask | Tensor | None:
-    """The mask as a mask object or a boolean tensor; a mask of 0 and 1 is visible at 1, and `blocked` at 0.
-
-    Three dimensions are those of (heads, queries, keys), or `of_items`.
-    """
-    if blocked is not None:
-        return with_blocked(mask, _boolean("blocked", blocked, of_items))  # type: ignore[arg-type]
-    if mask is None or isinstance(mask, Mask):
-        return mask
-    tensor = _boolean("mask", mask, of_items)
-    if (how := inverted(tensor.cpu())) is not None:
-        raise InputError(
-            f"mask is {how}, as in courses where True hides a key, but here True means may attend; expected ~mask, "
-            "blocked=mask, or create_causal_mask(n) of qkv.course"
-        )
-    return tensor
-
-
-def _boolean(name: str, mask: Tensor | np.ndarray, of_items: bool = False) -> Tensor:
-    """The mask as a boolean tensor.
-
-    >>> _boolean("mask", torch.tensor([[1, 0], [1, 1]]))[0].tolist()
-    [True, False]
-    """
-    tensor = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
-    means = f"True or 1 where a query may {'not ' * (name == 'blocked')}attend"
-    if not isinstance(tensor, Tensor):
-        raise InputError(f"{name} is {type(mask).__name__}, expected a tensor that is {means}")
-    if tensor.dtype != torch.bool:
-        if not bool(((tensor == 0) | (tensor == 1)).all()):
-            raise InputError(
-                f"{name} is {tensor.dtype} with other numbers than 0 and 1, expected {means}; "
-                "numbers to be added to the scores are attn_mask= of qkv.attend"
-            )
-        tensor = tensor == 1
-    tensor = tensor.as_subclass(Tensor)
-    return tensor[:, None] if of_items and tensor.ndim == 3 else tensor

@@ -33,9 +33,9 @@ ORDER = {
         "runs", "tracking", "server", "cli", "__main__",
     ],
     "qkv_lab": [
-        "experiments.evidence", "draw", "task", "lexicon", "grammar", "scenes", "log", "heads", "tokens",
-        "models", "course", "translation", "tasks", "settings", "resume", "loop", "experiments", "testing",
-        "check", "lessons", "answers", "align", "cli",
+        "experiments.evidence", "draw", "task", "lexicon", "grammar", "scenes", "log", "heads", "tokens", "models",
+        "course_masks", "course_pictures", "course", "translation", "tasks", "settings", "resume", "loop",
+        "experiments", "testing", "check", "lessons", "answers", "align", "cli",
     ],
     "research": ["sinks", "sources", "claims"],
 }  # fmt: skip
