@@ -9,8 +9,9 @@ import torch
 import profile_fixture as made
 import qkv
 from qkv.models import DecoderConfig, DecoderLM
+from qkv.profiler.comparison import effect_of
 from qkv.profiler.data import tables
-from qkv.profiler.data.findings import Findings, effect_of
+from qkv.profiler.data.findings import Findings
 from qkv.profiler.data.sinks import massive_sentence
 from smollm2 import kept, residual
 

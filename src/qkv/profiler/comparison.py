@@ -14,8 +14,9 @@ import xarray as xr
 from qkv._above import above
 from qkv.errors import InputError
 from qkv.profiler.data import archive, tables
-from qkv.profiler.data.findings import Findings
-from qkv.profiler.data.frames import counted, target_change
+from qkv.profiler.data.findings import Findings, first_token
+from qkv.profiler.data.frames import counted, percent, target_change, written
+from qkv.profiler.data.sinks import EPSILON, sink_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,8 +98,8 @@ class Comparison:
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the report of `b`, which begins with what changed since `a`, and return its path."""
-        written: Path = above("report", self.b, path, self)
-        return written
+        report: Path = above("report", self.b, path, self)
+        return report
 
     def __repr__(self) -> str:
         names = (repr(p.attrs.get("model", "unnamed model")) for p in (self.a, self.b))
@@ -215,3 +216,73 @@ def _percent(share: float) -> str:
 
 def _brief(values: np.ndarray) -> str:
     return f"{values[0]}..{values[-1]} ({len(values)})"
+
+
+# --- what an intervention did -----------------------------------------------------------------------------------------
+
+WORKED = 0.5  # an intervention worked if at most this part of the sinks is left
+
+
+def effect_of(normalizer: str, before: xr.Dataset, after: xr.Dataset) -> str:
+    """Whether a normalizer, put into a model that was trained with another, removed its sinks at the first token.
+
+    Args:
+        normalizer: ``"off-by-one"``, ``"sigmoid"`` or ``"softmax"``, in the place of the trained one.
+        before: the data set of a group, of the model as trained.
+        after: of the same group and texts, with the intervention.
+
+    >>> import qkv
+    >>> mini, tokenizer = qkv.load("qkv-mini")
+    >>> text = "for name in names: seen.append(name)"
+    >>> found = [qkv.profile(mini, text, tokenizer=tokenizer, progress=False)]
+    >>> with qkv.edit(mini, qkv.profiler.everywhere(mini, "off-by-one")):
+    ...     found.append(qkv.profile(mini, text, tokenizer=tokenizer, probe=False, progress=False))
+    >>> said = effect_of("off-by-one", *(profile.data for profile in found))
+    >>> "had a sink at the first token in this text of 13 tokens, " in said
+    True
+    """
+    found = Findings(before)
+    if found.is_too_short:
+        return f"Too short to say whether a head has a sink: {found.window}."
+    by_head = [sink_table(data) for data in (before, after)]
+    had, has = ((table["alpha_first"] > EPSILON).sum() for table in by_head)
+    verdicts = {
+        "There was no sink to remove": had == has == 0,
+        "It worked": has <= WORKED * had,
+        "It helped a little": has < had,
+        "It made no difference": has == had,
+        "It did not work": True,
+    }
+    verdict = next(words for words, holds in verdicts.items() if holds)
+    parts = [
+        f"{verdict}: {counted(had, 'head')} had a sink at {first_token(before)} in {found.window}, {has:,} with it"
+    ]
+    if (why := _reason(normalizer, before, after, worked=has <= WORKED * had)) and had + has:
+        parts.append(why)
+    if has >= WORKED * had and has and not found.is_long:
+        even = float(by_head[0]["alpha_even"].mean())
+        parts.append(f"In a text this short, even attention alone would give a mean weight of {percent(even)}")
+    return ". ".join(parts) + "."
+
+
+def _reason(normalizer: str, before: xr.Dataset, after: xr.Dataset, *, worked: bool) -> str:
+    """Why the sinks left or stayed, from the heads that have one with or without the intervention."""
+    sinks = np.zeros((before.sizes["layer"], before.sizes["head"]), bool)
+    for data in (before, after):
+        sinks |= sink_table(data)["alpha_first"].to_numpy().reshape(sinks.shape) > EPSILON
+    if normalizer == "off-by-one" and "sink_mass" in after:
+        taken = float(np.nanmean(after["sink_mass"].values[:, sinks]))
+        if worked:
+            return f"In these heads the additional logit of 0 takes {percent(taken)} of a row"
+        level = float(np.nanmean(before["lse"].values[:, sinks]))
+        return (
+            f"In these heads the additional logit of 0 takes only {percent(taken)} of a row: the scores, whose mean "
+            f"log-sum-exp is {written(level, 'nats')}, are above it, as the model was not trained with it"
+        )
+    if normalizer == "sigmoid" and "row_sum" in after and not worked:
+        total = float(np.nanmean(after["row_sum"].values[:, sinks]))
+        return (
+            f"In these heads a row sums to {written(total, '')} on average instead of 1, and the weight is a share "
+            "of that sum: the model was not trained with a sigmoid, so the first token still has the largest scores"
+        )
+    return ""

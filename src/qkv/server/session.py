@@ -21,7 +21,7 @@ from qkv.errors import InputError
 from qkv.models import loading
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.residual import attention_modules
-from qkv.profiler.data.findings import effect_of
+from qkv.profiler.comparison import effect_of
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.pyramid import Cancelled, Stopped
 from qkv.report.payload import as_json, payload

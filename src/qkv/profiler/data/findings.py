@@ -1,4 +1,4 @@
-"""The sentences about a profile: its headline and findings, the next steps, and the effect of an intervention.
+"""The sentences about a profile: its headline, its findings and the next steps.
 
 All of them judge heads by one taxonomy (`Profile.types`), and sinks by one score: the mean share of the row on
 the first token (Gu et al. 2025), over the first 64 queries and over the whole text.
@@ -16,7 +16,6 @@ import numpy as np
 
 from qkv.profiler.data import images, sinks, tables
 from qkv.profiler.data.frames import counted, percent, written
-from qkv.profiler.data.sinks import EPSILON, sink_table
 from qkv.profiler.data.tables import MIXED, sink_scores, type_table
 
 if TYPE_CHECKING:
@@ -602,71 +601,3 @@ def _row(table: pd.DataFrame, column: str) -> pd.Series:
     """The row with the largest value of a column."""
     values = table[column].fillna(-np.inf)
     return table.loc[values.idxmax()]
-
-
-WORKED = 0.5  # an intervention worked if at most this part of the sinks is left
-
-
-def effect_of(normalizer: str, before: xr.Dataset, after: xr.Dataset) -> str:
-    """Whether a normalizer, put into a model that was trained with another, removed its sinks at the first token.
-
-    Args:
-        normalizer: ``"off-by-one"``, ``"sigmoid"`` or ``"softmax"``, in the place of the trained one.
-        before: the data set of a group, of the model as trained.
-        after: of the same group and texts, with the intervention.
-
-    >>> import qkv
-    >>> mini, tokenizer = qkv.load("qkv-mini")
-    >>> text = "for name in names: seen.append(name)"
-    >>> found = [qkv.profile(mini, text, tokenizer=tokenizer, progress=False)]
-    >>> with qkv.edit(mini, qkv.profiler.everywhere(mini, "off-by-one")):
-    ...     found.append(qkv.profile(mini, text, tokenizer=tokenizer, probe=False, progress=False))
-    >>> said = effect_of("off-by-one", *(profile.data for profile in found))
-    >>> "had a sink at the first token in this text of 13 tokens, " in said
-    True
-    """
-    found = Findings(before)
-    if found.is_too_short:
-        return f"Too short to say whether a head has a sink: {found.window}."
-    tables = [sink_table(data) for data in (before, after)]
-    had, has = ((table["alpha_first"] > EPSILON).sum() for table in tables)
-    verdicts = {
-        "There was no sink to remove": had == has == 0,
-        "It worked": has <= WORKED * had,
-        "It helped a little": has < had,
-        "It made no difference": has == had,
-        "It did not work": True,
-    }
-    verdict = next(words for words, holds in verdicts.items() if holds)
-    parts = [
-        f"{verdict}: {counted(had, 'head')} had a sink at {first_token(before)} in {found.window}, {has:,} with it"
-    ]
-    if (why := _reason(normalizer, before, after, worked=has <= WORKED * had)) and had + has:
-        parts.append(why)
-    if has >= WORKED * had and has and not found.is_long:
-        even = float(tables[0]["alpha_even"].mean())
-        parts.append(f"In a text this short, even attention alone would give a mean weight of {percent(even)}")
-    return ". ".join(parts) + "."
-
-
-def _reason(normalizer: str, before: xr.Dataset, after: xr.Dataset, *, worked: bool) -> str:
-    """Why the sinks left or stayed, from the heads that have one with or without the intervention."""
-    sinks = np.zeros((before.sizes["layer"], before.sizes["head"]), bool)
-    for data in (before, after):
-        sinks |= sink_table(data)["alpha_first"].to_numpy().reshape(sinks.shape) > EPSILON
-    if normalizer == "off-by-one" and "sink_mass" in after:
-        taken = float(np.nanmean(after["sink_mass"].values[:, sinks]))
-        if worked:
-            return f"In these heads the additional logit of 0 takes {percent(taken)} of a row"
-        level = float(np.nanmean(before["lse"].values[:, sinks]))
-        return (
-            f"In these heads the additional logit of 0 takes only {percent(taken)} of a row: the scores, whose mean "
-            f"log-sum-exp is {written(level, 'nats')}, are above it, as the model was not trained with it"
-        )
-    if normalizer == "sigmoid" and "row_sum" in after and not worked:
-        total = float(np.nanmean(after["row_sum"].values[:, sinks]))
-        return (
-            f"In these heads a row sums to {written(total, '')} on average instead of 1, and the weight is a share "
-            "of that sum: the model was not trained with a sigmoid, so the first token still has the largest scores"
-        )
-    return ""
