@@ -32,8 +32,16 @@ from scipy.stats import binomtest, spearmanr
 from qkv._progress import bar
 from qkv.models.loading import Loaded, load_model
 from qkv.profiler.analyses.ablation import Kept
-from qkv.profiler.analyses.source_prompts import Kind, Prompt, prompt
-from qkv.profiler.analyses.sources import INSTRUCTION, _Prompt, calibrate, readers_of, sources
+from qkv.profiler.analyses.sources import (
+    INSTRUCTION,
+    Kind,
+    Prompt,
+    _Prompt,
+    calibrate,
+    generated_prompt,
+    readers_of,
+    sources,
+)
 from qkv.profiler.capture.probes import weights_hash
 
 FOLDER = Path("sources-of-smollm2")
@@ -78,7 +86,7 @@ def lengthened(one: Prompt, words: int, random: Random) -> Prompt:
 def answered(loaded: Loaded, passages: int, number: int, *, own: bool, words: int) -> dict[str, Any]:
     """One prompt: how many tokens it has, which passage holds the answer, and the shares of each sentence."""
     random = Random(f"{passages} {own} {words} {number}")
-    one = prompt(random, passages, answered=number % 5 != 4, kinds=KINDS)
+    one = generated_prompt(random, passages, answered=number % 5 != 4, kinds=KINDS)
     if words:
         one = lengthened(one, words, random)
     found = sources(
@@ -130,7 +138,7 @@ def effects(loaded: Loaded, passages: int, prompts: int) -> None:
     ranks: dict[str, list[float]] = {"hidden": [], "left_out": []}
     named: dict[str, list[bool]] = {"share": [], "hidden": [], "left_out": []}
     for _ in range(prompts):
-        one = prompt(random, passages, kinds=KINDS)
+        one = generated_prompt(random, passages, kinds=KINDS)
         found = sources(
             loaded.model, one.passages, one.question, answer=one.answer, tokenizer=loaded.tokenizer, progress=False
         ).table
@@ -167,7 +175,7 @@ def times(loaded: Loaded, passages: int, prompts: int) -> None:
         "with shares": partial(sources, model, effect=False, **options),
     }
     for number in range(prompts + 1):
-        one = prompt(random, passages, kinds=KINDS)
+        one = generated_prompt(random, passages, kinds=KINDS)
         for name, run in runs.items():
             start = time.perf_counter()
             run(one.passages, one.question)

@@ -14,7 +14,6 @@ import torch
 
 from conftest import Command, refused
 from qkv.profiler import sources
-from qkv.profiler.analyses import source_prompts
 from qkv.profiler.analyses import sources as analysis
 from qkv.profiler.analyses.answers import answer_shares
 from qkv.profiler.analyses.sources import Readers, Sources, calibrate
@@ -31,9 +30,9 @@ TEMPLATE = "{% for m in messages %}user : {{ m.content }}{% endfor %} assistant 
 def tokenizer() -> Any:
     """A token for each word of all texts, and one for all others."""
     random = Random(0)
-    texts = [*PASSAGES, QUESTION, analysis.INSTRUCTION, "user : assistant : none", *source_prompts.FILLERS]
+    texts = [*PASSAGES, QUESTION, analysis.INSTRUCTION, "user : assistant : none", *analysis._lexicon()["fillers"]]
     for _ in range(400):
-        one = source_prompts.prompt(random, 2)
+        one = analysis.generated_prompt(random, 2)
         texts += [*one.passages, one.question, one.answer]
     split = tokenizers.pre_tokenizers.BertPreTokenizer()
     words = dict.fromkeys(word for text in texts for word, _ in split.pre_tokenize_str(text))

@@ -9,12 +9,12 @@ arXiv:2409.00729).
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from random import Random
@@ -39,7 +39,6 @@ from qkv.models.generation import evaluation_mode
 from qkv.models.loading import load_if_named, rendered_chat
 from qkv.profiler.analyses.ablation import predicts_next_token
 from qkv.profiler.analyses.answers import part_shares, tokens_of_text
-from qkv.profiler.analyses.source_prompts import prompt as generated
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import device_of, positions
 from qkv.profiler.capture.interventions import SELF
@@ -364,7 +363,7 @@ def _effects(
         whole = _losses(model, asked.ids, answer)
         step(1, of=2 * len(passages) + 1)
         for at, part in enumerate(asked.passages):
-            with edit(model, dict.fromkeys(keys, WithMask(Predicate(partial(_sees, part))))):
+            with edit(model, dict.fromkeys(keys, WithMask(Predicate(functools.partial(_sees, part))))):
                 effects["hidden"].append(_losses(model, asked.ids, answer) - whole)
             step(1, of=2 * len(passages) + 1)
             others = _Prompt.of(tokenizer, [*passages[:at], *passages[at + 1 :]], question.strip())
@@ -455,7 +454,7 @@ def calibrate(model: nn.Module, tokenizer: Any, *, fingerprint: str = "", progre
         for _ in range(2):
             halves.append([])
             for number in range(per_half):
-                one = generated(random, SIZES[number % len(SIZES)], answered=number < ANSWERED)
+                one = generated_prompt(random, SIZES[number % len(SIZES)], answered=number < ANSWERED)
                 asked, answer = _Prompt.of(tokenizer, one.passages, one.question), _tokens(tokenizer, one.answer)
                 _check_length(model, len(asked.ids), len(answer))
                 _, shares = _read(model, asked, answer, 0)
@@ -502,3 +501,75 @@ def _threshold(answered: Float[np.ndarray, " a"], unanswered: Float[np.ndarray, 
     """The share between the means of both kinds, as many standard deviations from each, times `CAUTION`."""
     low, high = (max(float(values.std(ddof=1)), 1e-6) for values in (unanswered, answered))
     return float((answered.mean() * low + unanswered.mean() * CAUTION * high) / (low + CAUTION * high))
+
+
+# --- generated prompts, whose answer is in a known passage, or in none ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fact: a sentence, a question about it and its answer, with {subject}, {value} and other words."""
+
+    sentence: str
+    question: str
+    answer: str
+    subject: str = "name"
+    value: str = "number"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Passages, a question and its answer, and which passage holds it; None if none does."""
+
+    passages: list[str]
+    question: str
+    answer: str
+    value: str
+    holds: int | None
+
+
+@functools.cache
+def _lexicon() -> dict[str, Any]:
+    """Names in seven languages, words, filling sentences and kinds of facts, of which prompts are generated."""
+    return dict(parse_json((files("qkv.profiler.analyses") / "prompts.json").read_text("utf-8")))
+
+
+def generated_prompt(
+    random: Random, n: int, *, answered: bool = True, kinds: Sequence[Kind] | None = None, fillers: int = 2
+) -> Prompt:
+    """A prompt of `n` passages, each with an invented fact, which no model knows, and up to `fillers` other sentences.
+
+    In half of the prompts all facts are of one kind, so that passages differ in names and values only.
+
+    >>> found = generated_prompt(Random(0), 3)
+    >>> len(found.passages), found.value in found.passages[found.holds or 0]
+    (3, True)
+    """
+    kinds = [Kind(**kind) for kind in _lexicon()["kinds"]] if kinds is None else kinds
+    kind, same, holds = random.choice(kinds), random.random() < 0.5, random.randrange(n)
+    fact = _words(random, kind)
+    passages = []
+    for at in range(n):
+        one, words = kind, fact
+        if at != holds or not answered:
+            one = kind if same else random.choice(kinds)
+            words = _words(random, one)
+            while words["subject"] == fact["subject"] or words["value"] == fact["value"]:
+                words = _words(random, one)
+        sentences = random.sample(_lexicon()["fillers"], random.randint(0, min(fillers, len(_lexicon()["fillers"]))))
+        sentences.insert(random.randint(0, len(sentences)), one.sentence.format_map(words))
+        passages.append(" ".join(sentences))
+    question, answer = kind.question.format_map(fact), kind.answer.format_map(fact)
+    return Prompt(passages, question, answer, fact["value"], holds if answered else None)
+
+
+def _words(random: Random, kind: Kind) -> dict[str, str]:
+    names = _lexicon()["names"]
+    words = {name: random.choice(these.split(",")) for name, these in _lexicon()["words"].items()}
+    for name in ("name", "other"):
+        first, last = random.choice((names[0], names[0], *names))  # English more often
+        words[name] = f"{random.choice(first.split())} {random.choice(last.split())}"
+    words["number"], words["year"] = str(random.randint(1000, 9999)), str(random.randint(1940, 2005))
+    words["date"] = f"{random.randint(2, 28)} {words['month']}"
+    words["time"] = f"{random.randint(5, 22)}:{random.randint(10, 59)}"
+    return words | {"subject": words[kind.subject], "value": words[kind.value]}
