@@ -26,7 +26,7 @@ from qkv.huggingface.masks import lazy_mask
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.inputs import sequences_of
 from qkv.profiler.capture.observe import observe
-from qkv.profiler.capture.observer import Observer, unobserved
+from qkv.profiler.capture.observer import Interfaces, Observer, unobserved
 from qkv.profiler.capture.record import Measures, Record, Recorder
 
 
@@ -165,7 +165,7 @@ def attend_to(module: nn.Module, mask: Any = None, **kwargs: Any) -> Record:
     observer = Observer(model)
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(shape, generator=generator) for shape in ((1, 4, 5, 6), (1, 2, 5, 6), (1, 2, 5, 7)))
-    out, nothing = observer.attend(module, q, k, v, mask, **kwargs)
+    out, nothing = Interfaces(observer).transformers(module, q, k, v, mask, **kwargs)
     assert out.shape == (1, 5, 4, 7)
     assert out.is_contiguous()
     assert nothing is None

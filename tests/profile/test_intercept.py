@@ -25,7 +25,8 @@ from conftest import close, largest_tensor, rand, refused
 from qkv.huggingface.attention import call_of
 from qkv.kernels import eager
 from qkv.profiler.capture import observer as observation
-from qkv.profiler.capture.calls import of_multi_head, of_scores, of_sdpa
+from qkv.profiler.capture.calls import multi_head_call, sdpa_call, softmax_call
+from qkv.profiler.capture.modules import AttentionModules
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer
 from qkv.reference import statistics
@@ -58,7 +59,7 @@ SDPA: list[tuple[Any, dict[str, Any]]] = [  # dimensions of q, k and v before th
 def test_sdpa_call_computes_the_same(leads: Any, given: dict[str, Any]) -> None:
     sizes = ((NQ, D), (NK, D), (NK, DV))
     q, k, v = (rand(*lead, *size, seed=5 + i) for i, (lead, size) in enumerate(zip(leads, sizes, strict=True)))
-    call, shape = of_sdpa(H, q, k, v, **given)
+    call, shape = sdpa_call(H, q, k, v, **given)
     want = F.scaled_dot_product_attention(q, k, v, **given)
     assert shape == want.shape
     assert call.q.shape[1] == (H if leads[0] and leads[0][-1] % H == 0 else 1)
@@ -92,8 +93,10 @@ def test_multi_head_attention_call_computes_the_same(values: tuple[Any, ...], mo
     own = F.multi_head_attention_forward
 
     def hear(*args: Any, **kwargs: Any) -> Any:
-        heard.append(of_multi_head(*args, **kwargs))
-        heard.append(of_multi_head(*args, **kwargs | {name: asked[name] for name in ("attn_mask", "key_padding_mask")}))
+        heard.append(multi_head_call(*args, **kwargs))
+        heard.append(
+            multi_head_call(*args, **kwargs | {name: asked[name] for name in ("attn_mask", "key_padding_mask")})
+        )
         return own(*args, **kwargs)
 
     monkeypatch.setattr(F, "multi_head_attention_forward", hear)
@@ -110,8 +113,8 @@ def test_multi_head_attention_with_projected_keys_is_not_read() -> None:
     x, w = rand(3, B, WIDE), rand(3 * WIDE, WIDE, seed=1)
     static = rand(B * H, NK, WIDE // H, seed=2)
     args = (x, x, x, WIDE, H, w, None, None, None, False, 0.0, w[:WIDE], None)
-    assert of_multi_head(*args) is not None
-    assert of_multi_head(*args, static_k=static, static_v=static) is None
+    assert multi_head_call(*args) is not None
+    assert multi_head_call(*args, static_k=static, static_v=static) is None
 
 
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float64).min, -1e4])
@@ -119,7 +122,7 @@ def test_softmax_over_scores_is_a_call_for_any_masking_value(lowest: float) -> N
     seen = rand(B, 1, NQ, NK, seed=1) > -0.5
     seen[..., 0] = True
     scores = (5 * rand(B, H, NQ, NK)).masked_fill(~seen, 0) + torch.where(seen, 0.0, torch.tensor(lowest).double())
-    call = of_scores(scores)
+    call = softmax_call(scores)
     want = scores.softmax(-1)
     close(eager.forward(call).weights, want)
     got = sweep(call, row_state(call))
@@ -231,11 +234,11 @@ def test_a_model_whose_attention_is_not_all_routed_would_be_read_in_part() -> No
             self.model = hf.build("bert")
 
     model = hf.build("bert")
-    assert Observer(model).routed
+    assert AttentionModules(model).all_routed
     model.pooler.attention = nn.MultiheadAttention(8, 2)
-    assert not Observer(model).routed
-    assert not Observer(Pooled()).routed
-    assert not Observer(nn.MultiheadAttention(8, 2)).routed
+    assert not AttentionModules(model).all_routed
+    assert not AttentionModules(Pooled()).all_routed
+    assert not AttentionModules(nn.MultiheadAttention(8, 2)).all_routed
 
 
 # --- attention functions of a user ------------------------------------------------------------------------------------

@@ -472,7 +472,7 @@ def test_failures_inside_the_model_keep_calls_with_their_modules() -> None:
             return self.layer(x[:, 0])  # type: ignore[no-any-return]
 
     with observe(Observer(Tries().eval())) as observer:
-        observer.model(IDS)
+        observer.modules.model(IDS)
     assert [r.module for r in observer.records] == ["mine", "mine", "Tries", "layer"]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from qkv._progress import bar
 from qkv.errors import InputError, first_line
+from qkv.huggingface.attention import routes
 from qkv.models.loading import load_if_named
 from qkv.native.library import description
 from qkv.profiler.capture import probes
@@ -125,6 +126,7 @@ def profile(
     statistics = checked_custom(statistics, {*COLUMNS, *ROLES, *TRAITS})
     runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
+    of = sum(map(routes, model.modules())) * len(runs_on) or None  # unknown outside transformers' interface
     runs, recorded, residuals, images = [], list[Recorded](), [], dict[str, Any]()
     with bar("profiling", "layers", show=progress) as step:
         for batch in runs_on:
@@ -136,22 +138,22 @@ def profile(
             except InputError as error:  # the profile holds without them
                 images = {"unknown": str(error)}
             recorder = Recorder(Measures(local_window, map_tokens, map_bins, statistics, sequences.patches))
-            observer = Observer(model, layers, recorder, sequences=sequences, partial=partial)
-            known = len(observer.expected) * len(runs_on) or None  # unknown for models outside transformers' interface
-            observer.on_call = lambda module, of=known: step(1, of=of)  # type: ignore[misc]
+            observer = Observer(
+                model, layers, recorder, lambda module: step(1, of=of), sequences=sequences, partial=partial
+            )
             hidden = Residuals(sequences.real_source, sequences.real_target)
             with observe(observer), observe_residual(model, attention_modules(model), hidden.record):
                 model(**batch)
-            runs.append((batch, _checked(observer, partial)))
+            runs.append((batch, _checked(observer, layers, partial)))
             recorded.append(Recorded(observer.records, sequences, statistics, recorder.group))
             residuals.append(hidden)
     is_shared = recorded[0].group is not None
     said = "not run: several processes share the sequence" if probe else "not requested"
     probed: Probed = {}
     if probe and not is_shared:
-        said, probed = _probe(model, runs[0][1].sequences, tokenizer, layers, again=probe == "again")
+        said, probed = _probe(model, recorded[0].sequences, tokenizer, layers, again=probe == "again")
     groups = datasets(recorded, tokenizer, local_window, probed)
-    ids = runs[0][1].sequences.source
+    ids = recorded[0].sequences.source
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in runs[0][0].items() if isinstance(x, Tensor))
     attrs = attributes(model, loaded.name, time.perf_counter() - started) | {
         "peak_memory_bytes": _peak_memory(),
@@ -163,7 +165,7 @@ def profile(
     }
     attrs |= {"images": images} if images else {}
     states = {} if is_shared else by_stack(residuals)  # a process sees those of its own shard
-    return Profile(groups, attrs | runs[0][1].of_layers(groups), states)
+    return Profile(groups, attrs | runs[0][1].numbers.attributes(groups, all_layers=layers is None), states)
 
 
 def _probe(
@@ -206,12 +208,12 @@ def _check_real(masks: Mapping[int, Tensor]) -> None:
             )
 
 
-def _checked(observer: Observer, partial: bool) -> Observer:
-    missing, name = unobserved(observer), type(observer.model).__name__
+def _checked(observer: Observer, layers: Collection[int] | None, partial: bool) -> Observer:
+    missing, name = unobserved(observer), type(observer.modules.model).__name__
     names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
     reason = next((f" ({name}: {observer.unreadable[name]})" for name in missing if name in observer.unreadable), "")
     names += reason
-    if not observer.sources and not (missing and observer.expected and not partial):
+    if not observer.sources and not (missing and observer.modules.routed and not partial):
         raise InputError(
             f"model {name} made no attention call that qkv can observe, expected calls of qkv's attention, "
             "transformers' attention interface or torch's attention functions, or a softmax or sigmoid of a product of "
@@ -219,14 +221,13 @@ def _checked(observer: Observer, partial: bool) -> Observer:
             + (f"; these modules attend in another way: {names}" if missing else "")
         )
     if missing and not partial:
-        interface = "transformers' attention interface" if observer.expected else "qkv"
+        interface = "transformers' attention interface" if observer.modules.routed else "qkv"
         raise InputError(
             f"model {name} has attention that did not pass through {interface}: {names}; "
             "pass partial=True (--partial) to profile the rest"
         )
-    layers = set(observer.layers or ())
-    if layers - {*observer.numbers.values()}:
-        raise InputError(f"layers is {sorted(layers)}, but the model has attention layers {observer.known_layers}")
+    if layers is not None and {*layers} - {*observer.numbers.numbers.values()}:
+        raise InputError(f"layers is {sorted(layers)}, but the model has attention layers {observer.numbers.known}")
     return observer
 
 

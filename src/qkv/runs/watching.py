@@ -108,7 +108,7 @@ class Watched:
             "evicted": any(s.evicted for s in chosen),
             "returned": returned,
         }
-        attrs |= self._observer.of_layers(groups)
+        attrs |= self._observer.numbers.attributes(groups, all_layers=self._texts.layers is None)
         return Profile(groups, attrs, {})
 
     def _recorded(self, sequence: Sequence) -> Recorded:
@@ -259,7 +259,7 @@ def watch(
     if every < 1:
         raise InputError(f"every is {every}, expected at least 1")
     model = getattr(model, "_orig_mod", model)
-    if any(one.texts is not None and one.texts.measures is not None for one in OBSERVERS.get(model, ())):
+    if any((other := o.running.texts) is not None and other.measures is not None for o in OBSERVERS.get(model, ())):
         raise InputError(
             f"model {type(model).__name__} is watched already; expected one qkv.watch at a time, which records "
             "everything that the model does inside"

@@ -24,7 +24,7 @@ FAR = 5000.0  # a score so far below the query's largest has weight 0; some mask
 MULTI_HEAD_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
-def of_sdpa(
+def sdpa_call(
     heads: int | None,
     query: Float[Tensor, "*b nq d"],
     key: Float[Tensor, "*b nk d"],
@@ -70,7 +70,7 @@ def multi_head_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
     return bound.arguments
 
 
-def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
+def multi_head_call(*args: Any, **kwargs: Any) -> Call | None:
     """The call that ``F.multi_head_attention_forward`` makes, or None if keys or values were projected before.
 
     (That function works in (length, batch, width), and its boolean masks are True where a query may *not* attend.)
@@ -109,7 +109,7 @@ def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
     return Call.of(q, k, v, mask, bias, dropout_p=dropout, seed=0)
 
 
-def of_fast_path(
+def fast_path_call(
     module: nn.MultiheadAttention | nn.TransformerEncoderLayer, x: Float[Tensor, "b n d"], mask: Tensor | None,
     padding: Tensor | None, length: int | None,
 ) -> tuple[Call, Bool[Tensor, "b n"] | None]:  # fmt: skip
@@ -137,7 +137,7 @@ def of_fast_path(
         x, x, x, attention.embed_dim, attention.num_heads, attention.in_proj_weight, attention.in_proj_bias, None, None,
         False, 0.0, attention.out_proj.weight, attention.out_proj.bias,
     )  # fmt: skip
-    call = of_multi_head(*args, **given)
+    call = multi_head_call(*args, **given)
     assert call is not None
     return call, real_keys(call, *args, **given)
 
@@ -151,7 +151,7 @@ def real_keys(call: Call, *args: Any, **kwargs: Any) -> Bool[Tensor, "b nk"] | N
     return F.pad(real, (0, call.k.shape[2] - real.shape[1]), value=True)  # keys that the function appends
 
 
-def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:
+def softmax_call(scores: Float[Tensor, "b h nq nk"]) -> Call:
     """A call whose weights are the softmax of `scores`.
 
     A pair counts as masked if its score is −∞, the lowest float, or so far below the query's largest score that its
@@ -160,10 +160,10 @@ def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:
     scores = scores.to(at_least_float32(scores.dtype))
     lowest = torch.finfo(scores.dtype).min / 2
     masked = scores <= (scores.amax(-1, keepdim=True) - FAR).clamp(min=lowest)
-    return of_pairs(scores.masked_fill(masked, 0), masks.Dense(~masked) if bool(masked.any()) else None)
+    return call_of_scores(scores.masked_fill(masked, 0), masks.Dense(~masked) if bool(masked.any()) else None)
 
 
-def of_pairs(scores: Float[Tensor, "b h nq nk"], mask: Mask | None, normalizer: Normalizer | None = None) -> Call:
+def call_of_scores(scores: Float[Tensor, "b h nq nk"], mask: Mask | None, normalizer: Normalizer | None = None) -> Call:
     """A call with these scores, whose queries and keys are 0 and whose values are not known, so NaN."""
     zeros = scores.new_zeros(*scores.shape[:2], 1, 1)
     q, k = (zeros.expand(-1, -1, n, -1) for n in scores.shape[2:])
@@ -177,7 +177,7 @@ class AsGiven(Pointwise):
         return scores
 
 
-def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
+def call_of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
     """A call with these weights, whose queries and keys are 0 and whose values are not known, so NaN.
 
     A pair counts as masked if its weight is 0. If the weights of every query add up to 1, or to 0, the call is a
@@ -187,12 +187,12 @@ def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
     if bool((weights < 0).any()):
         raise InputError(f"weights has negative entries down to {float(weights.min()):.3g}, expected weights ≥ 0")
     if are_distributions(weights):
-        return of_scores(weights.log())
-    return of_pairs(weights, masks.Dense(weights > 0), AsGiven())
+        return softmax_call(weights.log())
+    return call_of_scores(weights, masks.Dense(weights > 0), AsGiven())
 
 
 def chunked(calls: Sequence[Call]) -> Call:
-    """One call of several by `of_scores` or `of_weights`, whose queries follow one another, over the same keys."""
+    """One call of several from scores or weights, whose queries follow one another, over the same keys."""
     n_keys = max(call.k.shape[2] for call in calls)
     scores, visible = [], []
     for call in calls:
@@ -204,7 +204,9 @@ def chunked(calls: Sequence[Call]) -> Call:
         scores.append(F.pad(bias.tensor, short))
         visible.append(F.pad(seen.expand(bias.tensor.shape), short))
     seen = torch.cat(visible, 2)
-    return of_pairs(torch.cat(scores, 2), None if bool(seen.all()) else masks.Dense(seen), calls[0].user.normalizer)
+    return call_of_scores(
+        torch.cat(scores, 2), None if bool(seen.all()) else masks.Dense(seen), calls[0].user.normalizer
+    )
 
 
 def are_distributions(weights: Float[Tensor, "b h nq nk"]) -> bool:

@@ -17,9 +17,9 @@ from qkv.huggingface.attention import EAGER_NAMES, call_of, causality, eager_of,
 from qkv.huggingface.masks import LazyMask, own_mask
 from qkv.kernels import serving
 from qkv.masks import Causal, Dense, Grid, Mask, Region, Window
-from qkv.profiler.capture import inputs
-from qkv.profiler.capture.calls import are_distributions, of_weights
+from qkv.profiler.capture.calls import are_distributions, call_of_weights
 from qkv.profiler.capture.intercept import unwatched
+from qkv.profiler.capture.modules import group_of_module
 from qkv.profiler.capture.record import served
 
 ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -197,12 +197,12 @@ class Checks(list[Checked]):
 
     def of_function(
         self, module: nn.Module, name: str, function: Callable[..., Any], returned: tuple[Any, ...],
-        args: tuple[Any, ...], named: dict[str, Any], *, beside: bool,
+        args: tuple[Any, ...], named: dict[str, Any], *, once: bool,
     ) -> tuple[Call, Tensor | None, str]:  # fmt: skip
         """The call of a model's own function, its padding mask, and its source.
 
         That is the reading of its arguments that gives its output. If none does, it is the weights that the function
-        returns, if their product with the values is its output. With `beside`, only the first call is compared, and
+        returns, if their product with the values is its output. With `once`, only the first call is compared, and
         none in which weights are dropped.
         """
         where, known, out = name_of(function), is_known(function), returned[0].detach().transpose(1, 2)
@@ -210,7 +210,7 @@ class Checks(list[Checked]):
         query, key, value, attention_mask = (*args, named.get("attention_mask"))[:4]
         others = {argument: x for argument, x in named.items() if argument != "attention_mask"}
         readings = masks_of(module, function, query, key, attention_mask, others)
-        if dropped := beside and bool(others.get("dropout")):
+        if dropped := once and bool(others.get("dropout")):
             others["dropout"] = 0.0
             if not known:
                 reason, readings = (
@@ -223,7 +223,7 @@ class Checks(list[Checked]):
         for mask in readings:
             try:
                 call, keys = call_of(module, name, query, key, value, mask, **others)
-                if not (dropped or under_vmap(call) or (beside and place in self.known)):
+                if not (dropped or under_vmap(call) or (once and place in self.known)):
                     with torch.no_grad(), unwatched():
                         result = served(detached(call))
                         counted = None if result.lse is None else result.lse > -torch.inf
@@ -245,7 +245,7 @@ class Checks(list[Checked]):
             ) from reason
         values = value.detach().repeat_interleave(weights.shape[1] // value.shape[1], 1)
         self.append(compared(name, where, out, weights.detach().to(values.dtype) @ values, None))
-        return of_weights(weights.detach()), None, "returned"
+        return call_of_weights(weights.detach()), None, "returned"
 
 
 RETURNED = {  # fields of transformers' outputs, and the groups that they hold
@@ -283,7 +283,7 @@ def returned(model: nn.Module, recorded: Inputs, modules: list[str], observed: s
     except (TypeError, ValueError):  # the model cannot return weights; its modules are reported as unobserved
         return {}
     found: dict[str, Tensor] = {}
-    kinds = {name: inputs.of_transformers(name, model) for name in modules}
+    kinds = {name: group_of_module(name, model) for name in modules}
     for key, group in RETURNED.items():
         names = [name for name in modules if kinds[name] in group]
         weights = outputs.get(key) if isinstance(outputs, Mapping) else None

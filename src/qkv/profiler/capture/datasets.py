@@ -82,11 +82,11 @@ def calls_of(
     missing = sorted((wanted or set()) - {s.layer for s in found})
     if not found or missing:
         of_kind = f" of the kind {group!r}" if group else ""
-        name, known = type(model).__name__, observer.known_layers
+        name, known = type(model).__name__, observer.numbers.known
         if missing:
             raise InputError(f"layers has {missing[0]}{of_kind}, expected {known}, the attention layers of {name}")
         raise InputError(f"model {name} has no attention{of_kind} that qkv can observe; it has layers {known}")
-    return observer.in_order(found)
+    return observer.numbers.in_order(found)
 
 
 def without_values(observed: ObservedCall) -> ObservedCall:

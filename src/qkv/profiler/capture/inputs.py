@@ -1,11 +1,11 @@
-"""The inputs of a run: texts, tokens and batches, which tokens are special, and which sequence a call belongs to."""
+"""The inputs of a run: texts, tokens and batches, and which tokens are special."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ def _ids(tokenizer: Any, text: str, **settings: Any) -> list[int]:
 BEYOND = ContextVar[bool | None]("BEYOND", default=None)
 """Whether a model with rotary positions reads texts longer than those it was trained for; None: with a warning."""
 
-_NOT_TOKENS = re.compile("mask|position|type|label|segment|length", re.IGNORECASE)  # names of metadata about tokens
+NOT_TOKENS = re.compile("mask|position|type|label|segment|length", re.IGNORECASE)  # names of metadata about tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +177,7 @@ def _unequal(ids: Tensor | None, pad: int) -> dict[int, Tensor]:
 
 
 def _is_sequence(name: str, x: object) -> bool:
-    if not isinstance(x, Tensor) or _NOT_TOKENS.search(name):
+    if not isinstance(x, Tensor) or NOT_TOKENS.search(name):
         return False
     return x.ndim >= 3 if x.is_floating_point() else x.ndim == 2 and x.dtype != torch.bool
 
@@ -326,105 +326,6 @@ def signature_of(model: nn.Module) -> inspect.Signature:
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return signature_of(model).parameters
-
-
-def stack_of(names: Sequence[str]) -> str | None:
-    """The stack of layers that these modules are in, such as "model.layers": each in a layer of its own, or None.
-
-    >>> stack_of(["layers.3.attention", "layers.7.attention"]), stack_of(["stages.0.blocks.0", "stages.1.blocks.0"])
-    ('layers', 'stages')
-    >>> stack_of(["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0"])
-    """
-    parts = [name.split(".") for name in names]
-    for at in range(min(map(len, parts), default=0)):
-        before = {tuple(one[:at]) for one in parts}
-        if len(before) == 1 and all(one[at].isdecimal() for one in parts):
-            indices = {one[at] for one in parts}
-            if len(indices) == len(parts):
-                return ".".join(*before)
-    return None
-
-
-def index_in(stack: str, names: Sequence[str]) -> int | None:
-    """The number of the layer of a stack that one of these names is, the last one first, or that the last is in.
-
-    >>> index_in("layers", ["model", "layers.5", "layers.2.shared"]), index_in("layers", ["layers.2.attention"])
-    (5, 2)
-    """
-    layer = re.compile(rf"{re.escape(stack)}{'[.]' if stack else ''}(\d+)")
-    found = [*map(layer.fullmatch, reversed(names)), layer.match(names[-1])]
-    return next((int(at[1]) for at in found if at), None)
-
-
-_CROSS = re.compile(r"cross|encoder_attn|enc_?dec", re.IGNORECASE)
-_SIDE = re.compile(r"(?:^|\.)(encoder|decoder)\.")
-
-
-def of_transformers(name: str, model: nn.Module) -> str:
-    """The group of a module of a Hugging Face model: cross, encoder, decoder; vision, audio, text; or self."""
-    if _CROSS.search(name):
-        return "cross"
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        side = _SIDE.search(name)  # the outermost: a BERT decoder contains a module called encoder
-        return side[1] if side else "decoder"
-    towers = [t for t in ("vision", "audio") if getattr(config, f"{t}_config", None) is not None]
-    for tower in towers:
-        if re.search(f"{tower}|visual" if tower == "vision" else tower, name, re.IGNORECASE):
-            return tower
-    return "text" if towers else "self"
-
-
-def states_of(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-    """How many different hidden states a module is given: queries and keys come from the same if it is one."""
-    given = [*arguments_of(module, args, named).items()]
-    flat = [(name, x) for name, one in given for x in (one if isinstance(one, tuple) else (one,))]
-    states = [
-        x for name, x in flat
-        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 3 and not _NOT_TOKENS.search(name)
-    ]  # fmt: skip
-    return len({(x.data_ptr(), x.numel()) for x in states})
-
-
-def of_call(
-    name: str, *, n_queries: int, n_keys: int, causal: bool, two_sided: bool, sequences: Sequences, states: int = 0
-) -> str:
-    """The group of a module of any other model: cross, encoder, decoder or self, by the first of these rules.
-
-    1. A module with "cross" in its name is cross.
-    2. A causal call is decoder, or self in a model without encoder and decoder that reads one sequence.
-    3. A call that is not causal and has different numbers of queries and keys is cross.
-    4. With as many queries as keys, a module of the encoder is encoder.
-    5. A module that is given one tensor of hidden states takes queries and keys from it. It is encoder or decoder in a
-       model that reads two texts, by their lengths, else self.
-    6. In a model that reads two sequences, modules of the decoder, and modules outside of encoder and decoder, are
-       cross. If no modules are called encoder and decoder, the lengths decide: cross if there is a single query or as
-       many queries as the second sequence has tokens; else encoder.
-    7. Any other module has the name of its side (encoder or decoder), or is self.
-
-    `two_sided` is True if the model has modules called encoder and modules called decoder; `states` is the number of
-    hidden states that the module is given, 0 if it is not known.
-    """
-    if _CROSS.search(name):
-        return "cross"
-    found = _SIDE.search(f"{name}.") if two_sided else None
-    side = None if found is None else found[1]
-    if causal:
-        return "decoder" if side or sequences.two else "self"
-    if n_queries != n_keys:
-        return "cross"
-    if side == "encoder" or not sequences.two:
-        return side or "self"
-    from_target = n_queries == 1 or sequences.target is None or n_queries == sequences.target.shape[1]
-    if states == 1:
-        return side or ("self" if sequences.target is None else "decoder" if from_target else "encoder")
-    return "cross" if two_sided or from_target else "encoder"
-
-
-def is_two_sided(names: Iterable[str]) -> bool:
-    """True if some modules are called encoder and some decoder."""
-    sides = {found[1] for name in names if (found := _SIDE.search(f"{name}."))}
-    return len(sides) == 2
 
 
 class Tokens:

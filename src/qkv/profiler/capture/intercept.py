@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType
@@ -25,9 +25,18 @@ from torch.overrides import TorchFunctionMode
 from qkv.engine import Call, Result
 from qkv.errors import InputError
 from qkv.profiler.capture.caches import Installed, overridden
-from qkv.profiler.capture.calls import chunked, multi_head_arguments, of_fast_path, of_multi_head, of_sdpa, real_keys
+from qkv.profiler.capture.calls import (
+    chunked,
+    fast_path_call,
+    multi_head_arguments,
+    multi_head_call,
+    real_keys,
+    sdpa_call,
+)
 from qkv.profiler.capture.interventions import ACTIVE
+from qkv.profiler.capture.modules import is_attention
 from qkv.profiler.capture.receiver import Receiver
+from qkv.profiler.capture.record import served, weights_of
 from qkv.profiler.capture.tracing import FEATURES, UNKNOWN, Found, Tracer, call_of
 
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
@@ -40,7 +49,6 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "s
 _ENCODER = nn.TransformerEncoder.forward.__code__
 SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "nhead", "heads")
-_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SOFTMAX = re.compile("softmax", re.IGNORECASE)
 _CALL = nn.Module._call_impl.__code__  # calls the hooks of a module and its forward
 
@@ -90,14 +98,14 @@ NO_HEADS = "it has no attribute num_heads; set one"
 class Intercept(TorchFunctionMode):
     """Inside, an observer receives every recognised attention call; other attention modules are its `unreadable` ones.
 
-    If it observes beside the model, torch's functions compute, and calls are only reported. It compares torch's own
-    output with the result of a call.
+    If the model computes its attention itself, calls are only reported; otherwise torch's output is compared with the
+    result of the first call.
     """
 
-    def __init__(self, observer: Receiver) -> None:
+    def __init__(self, observer: Receiver, model_computes: bool) -> None:
         super().__init__()
-        self.observer, self.names, self.unreadable = observer, observer.names, observer.unreadable
-        self.on_call, self.beside, self.expected = observer.intercepted, observer.beside, frozenset(observer.expected)
+        self.observer, self.names, self.unreadable = observer, observer.modules.names, observer.unreadable
+        self.model_computes, self.model = model_computes, observer.modules.model
         self.tracer = Tracer(self._attends, self._cannot_read, self._module)
         self.sizes: list[tuple[set[int], set[int]]] = []  # first, and all, sizes of the inputs of running modules
         self.waiting: list[list[Waiting]] = []  # calls of one module; several are one, if their queries follow
@@ -107,7 +115,7 @@ class Intercept(TorchFunctionMode):
     @property
     def stands_aside(self) -> bool:
         """Whether modules of torch may take their fast path, in which heads are read and not edited."""
-        return self.beside and not ACTIVE.get(self.observer.model)
+        return self.model_computes and not ACTIVE.get(self.model)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -142,7 +150,7 @@ class Intercept(TorchFunctionMode):
                 return None if at is None else self._sdpa(self.names[id(module)], heads, at, args, kwargs)
         elif func is MULTI_HEAD and (module := self._module()) is not None:
             self._deliver()
-            multi_head = of_multi_head(*args, **kwargs)
+            multi_head = multi_head_call(*args, **kwargs)
             if multi_head is None:
                 self._cannot_read("its keys or values are projected outside of it")
             else:
@@ -151,9 +159,9 @@ class Intercept(TorchFunctionMode):
                     "keys": real_keys(multi_head, *args, **kwargs),
                     "appended": (arguments["bias_k"] is not None) + arguments["add_zero_attn"],
                 }
-                if ACTIVE.get(self.observer.model):
+                if ACTIVE.get(self.model):
                     return self._edited(name, multi_head, arguments, given)
-                self.on_call(name, "sdpa", multi_head, **given)
+                self._report(name, "sdpa", multi_head, **given)
         elif func in FAST_PATHS:
             self._fast_path(FAST_PATHS[func])
         elif func in SOFTMAX:
@@ -190,13 +198,13 @@ class Intercept(TorchFunctionMode):
         given |= {m: moved(given[m], at, -3) for m in ("query", "key", "value")}
         if (mask := given.get("attn_mask")) is not None and mask.ndim > 2:
             given["attn_mask"] = moved(mask[(None,) * (n - mask.ndim)], at, -3) if n > 4 else mask
-        call, shape = of_sdpa(heads, **given)
-        if self.beside:
+        call, shape = sdpa_call(heads, **given)
+        if self.model_computes:
             out: Tensor = SDPA(*args, **kwargs)
             mine = moved(out, at, -3).reshape(*call.q.shape[:3], call.v.shape[3])
-            made = self.on_call(name, "sdpa", call, Result(mine))
+            made = self._report(name, "sdpa", call, Result(mine))
             return out if made.out is mine else moved(made.out.reshape(shape), -3, at)
-        result = self.on_call(name, "sdpa", call)
+        result = self._report(name, "sdpa", call)
         self.observer.checks.of_torch(
             name, lambda: moved(SDPA(*args, **kwargs), at, -3).reshape(result.out.shape), result
         )
@@ -212,7 +220,7 @@ class Intercept(TorchFunctionMode):
         b, h, n, _ = call.q.shape
         own = own.reshape(n, b, h, -1).permute(1, 2, 0, 3)
         weights = None if weights is None else weights.reshape(b, h, n, -1)
-        made = self.on_call(name, "sdpa", call, Result(own, None, weights), **given)
+        made = self._report(name, "sdpa", call, Result(own, None, weights), **given)
         heads = made.out.permute(2, 0, 1, 3).reshape(n * b, weight.shape[1])
         out = nn.functional.linear(heads, weight, bias).view(n, b, -1)
         weights = made.weights
@@ -234,9 +242,9 @@ class Intercept(TorchFunctionMode):
             x, mask, padding = frame["src"], frame["src_mask"], frame["src_key_padding_mask"]
         padded = encoder is not None and x.is_nested and not encoder["src"].is_nested
         length = encoder["src"].shape[1] if padded and encoder is not None else None
-        call, keys = of_fast_path(module, x, mask, padding, length)
+        call, keys = fast_path_call(module, x, mask, padding, length)
         name = self.names[id(getattr(module, "self_attn", module))]
-        self.on_call(name, "sdpa", call, keys=keys, one_state=True)
+        self._report(name, "sdpa", call, keys=keys, one_state=True)
 
     def _softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         """A softmax in a module that is called attention, but over features, is no attention that can be read."""
@@ -297,7 +305,14 @@ class Intercept(TorchFunctionMode):
                 self.unreadable.setdefault(part[0].name, reason)
                 return
         for call in calls:
-            self.on_call(waiting[0][0].name, "softmax", call)
+            self._report(waiting[0][0].name, "softmax", call)
+
+    def _report(self, name: str, source: str, call: Call, result: Result | None = None, **details: Any) -> Result:
+        """Report a call, with its result if the model has computed it already; `details` are those of `Receiver`."""
+        if result is None and self.model_computes:
+            result = Result(call.v[:, :, :0])  # the model computes it later
+        compute = served if result is None or result.weights is None else _with_weights
+        return self.observer.received(name, source, call, compute, known=result, **details)
 
     def begins(self, inputs: Sequence[Any], *, outermost: bool) -> None:
         """The forward of a module begins."""
@@ -326,7 +341,7 @@ class Intercept(TorchFunctionMode):
             self.sizes.pop()
 
     def _module(self) -> nn.Module | None:
-        """The innermost running module of the model; None inside qkv's kernels and in modules that are `expected`."""
+        """The innermost running module; None inside qkv's kernels and in modules that report their calls themselves."""
         frame = sys._getframe(1)
         while frame is not None and not frame.f_globals.get("__name__", "").startswith(
             ("qkv.attention", "qkv.kernels")
@@ -334,9 +349,14 @@ class Intercept(TorchFunctionMode):
             module = frame.f_locals.get("self")
             known = isinstance(module, nn.Module) and id(module) in self.names
             if known and not _SOFTMAX.search(type(module).__name__):  # a softmax module counts as its owner
-                return None if self.names[id(module)] in self.expected else module
+                return None if self.names[id(module)] in self.observer.modules.routed else module
             frame = frame.f_back  # type: ignore[assignment]
         return None
+
+
+def _with_weights(call: Call) -> Result:
+    result = served(call)
+    return Result(result.out, result.lse, weights_of(call).to(result.out.dtype))
 
 
 def _frame_of(code: CodeType) -> dict[str, Any] | None:
@@ -375,23 +395,3 @@ def calls_of_module(module: nn.Module) -> int:
         calls += frame.f_code is _CALL and frame.f_locals["self"] is module
         frame = frame.f_back  # type: ignore[assignment]
     return calls
-
-
-def all_routed(model: nn.Module, names: dict[int, str], around: Collection[str]) -> bool:
-    """True if all attention of a model passes transformers' interface, so that no function of torch need be read.
-
-    Modules of transformers and torch that attend in another way have "attention" in the names of their classes. Those
-    `around` are the modules that attend through the interface, and the modules that contain them.
-    """
-    known = ("transformers.", "torch.nn.")
-    return bool(around) and all(
-        type(module).__module__.startswith(known)
-        and "forward" not in vars(module)
-        and (not is_attention(module) or names[id(module)] in around)
-        for module in model.modules()
-    )
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module attends, by the name of its class."""
-    return _ATTENTION.search(type(module).__name__) is not None

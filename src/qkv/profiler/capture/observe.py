@@ -31,19 +31,19 @@ from qkv.nn import Composition
 from qkv.profiler.capture.caches import Installed, listening, overridden
 from qkv.profiler.capture.intercept import standing_aside
 from qkv.profiler.capture.interventions import ACTIVE, Edits
-from qkv.profiler.capture.observer import Observer, Run
+from qkv.profiler.capture.observer import Interfaces, Observer, Run
 
 
 @contextmanager
 def following(observer: Observer) -> Iterator[None]:
     """Inside, `observer` receives the calls of its model and tells which texts it reads, beside the model."""
-    assert observer.texts is not None
-    model = observer.model
+    model, texts = observer.modules.model, observer.running.texts
+    assert texts is not None
     # Methods of qkv's models that read tokens without `forward` count as forwards: a step of generation, and the hidden
     # states of which a loss is computed.
     names = [name for name in ("step", "hidden") if hasattr(model, name) and hasattr(model, "start")]
     counted = {name: _counted(getattr(model, name), observer) for name in names}
-    with observe(observer), overridden(model, counted), listening(observer.texts.selected):
+    with observe(observer), overridden(model, counted), listening(texts.selected):
         yield
 
 
@@ -53,19 +53,19 @@ def observe(observer: Observer) -> Iterator[Observer]:
 
     Temporary hooks on all modules tell which one is running; a call of qkv's attention is attributed to the innermost.
     A module that attends step by step, each time with one query over the same keys, is one layer. In Hugging Face
-    models every call is a layer. With `Observer.beside` the model is neither put into evaluation mode nor detached from
+    models every call is a layer. An observer of texts neither puts the model into evaluation mode nor detaches it from
     autograd: its own functions compute, and the calls are collected beside them.
     """
-    model = observer.model
+    model, interfaces = observer.modules.model, Interfaces(observer)
     _refuse_split_heads(model)
-    if observer.beside:
+    if observer.running.model_computes:
         with _alone(observer), _computing(observer), _checkpoints(observer):
             yield observer
         return
     with _alone(observer), evaluation_mode(model):
         with (
-            _uncompiled(), _routed(observer), _hooked(observer), torch.no_grad(), observer.intercept(),
-            serving(observer.observe_call),
+            _uncompiled(), _routed(observer), _hooked(observer), torch.no_grad(), interfaces.torch(),
+            serving(interfaces.qkv),
         ):  # fmt: skip
             yield observer
         observer.finish()
@@ -80,19 +80,20 @@ def _counted(own: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
 
     def method(tokens: Tensor, *state: Any, **named: Any) -> Any:
         cache = next(iter((*state, *named.values())), None)
-        observer.begins(method, {"tokens": tokens, "cache": cache})
+        observer.running.begin(method, {"tokens": tokens, "cache": cache})
         try:
             return own(tokens, *state, **named)
         finally:
-            observer.ends(method, None)
+            observer.running.end(method, None)
 
     return method
 
 
 @contextmanager
 def _computing(observer: Observer) -> Iterator[None]:
-    """Inside, an observer beside the model receives its calls."""
-    with _uncompiled(), standing_aside(), _routed(observer), _hooked(observer), serving(observer.observe_call):
+    """Inside, an observer receives the calls of a model that computes its attention itself."""
+    interfaces = Interfaces(observer)
+    with _uncompiled(), standing_aside(), _routed(observer), _hooked(observer), serving(interfaces.qkv):
         yield
 
 
@@ -116,23 +117,23 @@ def _replaced_checkpoints() -> AbstractContextManager[None]:
 def _as_it_was(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with the edits of now whenever it is computed again for the gradients."""
     then = [
-        (one, replace(one.run, running=list(one.run.running), made=dict(one.run.made)), tuple(edits))
-        for one in _checkpoints.users
-        if one.run.running
-        for edits in [ACTIVE.get(one.model, ())]
+        (observer, replace(run, modules=list(run.modules), calls=dict(run.calls)), tuple(edits))
+        for observer in _checkpoints.users
+        if (run := observer.running.run).modules
+        for edits in [ACTIVE.get(observer.modules.model, ())]
     ]
 
-    def run(*args: Any, **named: Any) -> Any:
+    def recomputed(*args: Any, **named: Any) -> Any:
         if torch._C._current_graph_task_id() < 0:
             return function(*args, **named)
         with ExitStack() as stack:
-            for observer, of_run, edits in then:
+            for observer, run, edits in then:
                 if observer not in _checkpoints.users and edits:  # the context has ended
                     stack.enter_context(_computing(observer))
-                stack.enter_context(_again(observer, of_run, edits))
+                stack.enter_context(_again(observer, run, edits))
             return function(*args, **named)
 
-    return run
+    return recomputed
 
 
 @contextmanager
@@ -144,19 +145,19 @@ def _again(observer: Observer, run: Run, edits: Sequence[Edits]) -> Iterator[Non
         run: a copy of what the forward was doing.
         edits: those that were active then.
     """
-    thread, stack = threading.get_ident(), ACTIVE.setdefault(observer.model, [])
-    before, active = observer.run, list(stack)
+    thread, stack = threading.get_ident(), ACTIVE.setdefault(observer.modules.model, [])
+    runs, before, active = observer.running.runs, observer.running.run, list(stack)
     stack[:] = edits
-    opened = ExitStack()
-    observer.runs[thread] = replace(run, made=dict(run.made), steps={}, paused=True, opened=opened)
+    contexts = ExitStack()
+    runs[thread] = replace(run, calls=dict(run.calls), steps={}, paused=True, contexts=contexts)
     try:
-        with ExitStack() as hooks, serving(observer.observe_call):
+        with ExitStack() as hooks, serving(Interfaces(observer).qkv):
             for ended in set(edits) - set(active):
                 hooks.enter_context(ended.hooked())
             yield
     finally:
-        opened.close()
-        observer.runs[thread] = before
+        contexts.close()
+        runs[thread] = before
         stack[:] = active
 
 
@@ -167,7 +168,7 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 @contextmanager
 def _alone(observer: Observer) -> Iterator[None]:
     """A model is observed by one thread at a time, because its hooks are called in all of them."""
-    model = observer.model
+    model = observer.modules.model
     attending = {id(x) for x in model.modules() if routes(x) or isinstance(x, Composition)}
     for other, users in list(OBSERVERS.items()):
         if users and other is not model and any(id(x) in attending for x in other.modules()):
@@ -177,7 +178,7 @@ def _alone(observer: Observer) -> Iterator[None]:
             )
     lock = _LOCKS.setdefault(model, threading.RLock())
     while not lock.acquire(timeout=0.05):
-        if any(one.beside for one in OBSERVERS.get(model, ())):  # they last as long as the user likes
+        if any(o.running.model_computes for o in OBSERVERS.get(model, ())):  # for as long as the user likes
             raise InputError(
                 f"model {type(model).__name__} is watched or edited by another thread; expected one thread at a time"
             )
@@ -201,13 +202,14 @@ def _uncompiled() -> AbstractContextManager[None]:
 @contextmanager
 def _routed(observer: Observer) -> Iterator[None]:
     """Route the model's attention through transformers' interface to the observer."""
-    if not observer.expected:
+    interfaces, model = Interfaces(observer), observer.modules.model
+    if not observer.modules.routed:
         yield
-    elif not observer.beside and all(map(is_known, observer.checks.functions.values())):
-        with routed(observer.model, observer.attend):
+    elif not observer.running.model_computes and all(map(is_known, observer.checks.functions.values())):
+        with routed(model, interfaces.transformers):
             yield
     else:  # the model's own functions run as they are, with the masks that they expect
-        with wrapped(observer.model, observer.attend_own):
+        with wrapped(model, interfaces.own_function):
             yield
 
 
@@ -217,38 +219,42 @@ def _hooked(observer: Observer) -> Iterator[None]:
 
     In layers of `nn.TransformerEncoder` functions around their forwards do so: with hooks they would compute otherwise.
     """
+    modules, running = observer.modules, observer.running
+    enter = functools.partial(running.enter, Interfaces(observer).open)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        observer.leave(module, output)
+        running.leave(module, output)
 
-    layers = [x for x in observer.model.modules() if isinstance(x, nn.TransformerEncoderLayer)]
+    layers = [x for x in modules.model.modules() if isinstance(x, nn.TransformerEncoderLayer)]
     unhooked = {id(x) for layer in layers for x in layer.modules()}
     with ExitStack() as hooks:
-        for name, module in observer.model.named_modules():
+        for name, module in modules.by_name.items():
             of_torch = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
             if isinstance(module, Composition) or of_torch:  # its calls belong to the layer that contains it
                 continue
             if id(module) in unhooked:
-                hooks.enter_context(overridden(module, {"forward": _reporting(module, observer)}))
-            elif not name or not observer.routed or name in observer.around:
-                hooks.enter_context(module.register_forward_pre_hook(observer.enter, prepend=True, with_kwargs=True))
+                hooks.enter_context(overridden(module, {"forward": _reporting(module, enter, running.leave)}))
+            elif not name or not modules.all_routed or name in modules.enclosing:
+                hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-        hooks.callback(observer.interrupted)
+        hooks.callback(running.interrupt)
         yield
 
 
-def _reporting(module: nn.Module, observer: Observer) -> Callable[..., Any]:
-    """The forward of a module, which tells the observer when it runs."""
+def _reporting(
+    module: nn.Module, enter: Callable[..., None], leave: Callable[[nn.Module, Any], None]
+) -> Callable[..., Any]:
+    """The forward of a module, which tells when it begins and ends."""
     own = module.forward
 
     @functools.wraps(own)
     def forward(*args: Any, **named: Any) -> Any:
-        observer.enter(module, args, named)
+        enter(module, args, named)
         output = None
         try:
             output = own(*args, **named)
         finally:
-            observer.leave(module, output)
+            leave(module, output)
         return output
 
     return forward

@@ -18,7 +18,7 @@ from qkv.kernels import eager
 from qkv.masks import Causal, Dense, Grid, Mask, Region
 from qkv.masks.convert import parts
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
-from qkv.profiler.capture.calls import AsGiven, of_pairs
+from qkv.profiler.capture.calls import AsGiven, call_of_scores
 from qkv.profiler.capture.record import mapped, of_items
 from qkv.scores import Score
 
@@ -194,7 +194,7 @@ class Joint:
             return Call.of(self._stacked(lambda p: p.q), keys, values, mask, biases, one.score, self._normalizer())
         scores = self._stacked(lambda p: p.pairs(p.scores, self.n_keys, LOW), LOW)  # type: ignore[arg-type]
         softmax = isinstance(one.normalizer, SumToOne) and one.normalizer.has_lse
-        return of_pairs(scores, mask, self._normalizer().with_temperature(1.0) if softmax else AsGiven())
+        return call_of_scores(scores, mask, self._normalizer().with_temperature(1.0) if softmax else AsGiven())
 
     def norms(self) -> Float[Tensor, "b h nk"] | None:
         """The norms of the values of all keys, where there are scores; None if a cache has changed the values, too."""

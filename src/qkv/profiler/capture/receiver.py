@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkv.engine import Call, Result
+from qkv.profiler.capture.modules import AttentionModules
 
 
 class Comparisons(Protocol):
@@ -19,21 +20,15 @@ class Comparisons(Protocol):
 class Receiver(Protocol):
     """Receives calls that torch's functions compute, or a model writes out."""
 
-    model: nn.Module
-    names: dict[int, str]
-    """The name of each module, by its id."""
+    modules: AttentionModules
     unreadable: dict[str, str]
     """By the name of a module that attends and cannot be read, the reason."""
     sources: dict[str, str]
-    expected: list[str]
-    """The names of modules that report their calls themselves."""
-    beside: bool
-    """Whether the model computes its attention itself."""
 
     @property
     def checks(self) -> Comparisons: ...
 
-    def intercepted(
-        self, name: str, source: str, call: Call, own: Result | None = None, *, keys: Tensor | None = None,
-        appended: int = 0, one_state: bool = False,
+    def received(
+        self, name: str, source: str, call: Call, compute: Callable[[Any], Result] = ..., *,
+        keys: Tensor | None = None, known: Result | None = None, appended: int = 0, one_state: bool = False,
     ) -> Result: ...  # fmt: skip

@@ -83,7 +83,7 @@ class ObservedCall:
     first: int | Tensor  # position of the first key of the text, as `capture.inputs.first_real` gives it
     causal: bool
     source: str  # as in `attrs["sources"]` of `qkv.profile`; a source in `WEIGHTS_ONLY` has no vectors that count
-    own: int = 0
+    calls_before: int = 0
     """How many calls the module has made in this forward before."""
     step: int | None = None
     """The number of its only query, if the module attends step by step to the same keys."""

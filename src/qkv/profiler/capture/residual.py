@@ -24,7 +24,8 @@ from qkv.engine import at_least_float32, on_card
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
 from qkv.profiler.capture.datasets import Arrays, joined
-from qkv.profiler.capture.intercept import is_attention, unwatched
+from qkv.profiler.capture.intercept import unwatched
+from qkv.profiler.capture.modules import is_attention
 from qkv.profiler.capture.record import Together, copied_to_cpu
 
 if TYPE_CHECKING:

@@ -112,7 +112,7 @@ class Sequence:
 
     def key_of(self, observed: ObservedCall) -> Key:
         """The key of the layer of a call."""
-        key = observed.group, observed.module, observed.own
+        key = observed.group, observed.module, observed.calls_before
         if key not in self.layers:
             used = {layer.number for layer in self.layers.values() if layer.group == observed.group}
             number = max(used, default=-1) + 1 if observed.layer in used else observed.layer

@@ -114,7 +114,7 @@ class Forward:
         sequence, n, n_queries = self.sequence, self.tokens, observed.call.q.shape[2]
         cross = observed.group == "cross"
         stepwise = cross and n_queries == 1 and n != 1  # one query at a time over the same keys
-        key = sequence.key_of(replace(observed, own=0) if stepwise else observed)
+        key = sequence.key_of(replace(observed, calls_before=0) if stepwise else observed)
         layer = sequence.layers[key]
         if layers is not None and layer.number not in layers:
             return

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qkv.engine import Call
-from qkv.profiler.capture.calls import are_distributions, of_scores, of_weights
+from qkv.profiler.capture.calls import are_distributions, call_of_weights, softmax_call
 
 FEATURES, PLAIN, UNKNOWN = "features", "plain", "unknown"
 ROWS, COLUMNS = "rows", "columns"
@@ -596,11 +596,11 @@ def call_of(found: Found, batches: set[int], sizes: set[int], heads: int | None)
         return made
     made = made.detach()
     if kept:
-        return of_scores(made)
+        return softmax_call(made)
     if bool((made < 0).any()):
         return "it multiplies its values with negative numbers, which are no weights"
     if found.note.weighted.startswith("exp") and not are_distributions(made):
         return (
             "it multiplies its values with exponentials, and divides by the sum of its exponentials afterwards or never"
         )
-    return of_weights(made)
+    return call_of_weights(made)

@@ -14,15 +14,8 @@ from qkv.errors import InputError
 from qkv.huggingface.attention import routes
 from qkv.models.loading import load_if_named
 from qkv.profiler.capture.datasets import calls_of, without_values
-from qkv.profiler.capture.inputs import (
-    Sequences,
-    Tokens,
-    batches,
-    is_two_sided,
-    nan_error,
-    of_transformers,
-    sequences_of,
-)
+from qkv.profiler.capture.inputs import Sequences, Tokens, batches, nan_error, sequences_of
+from qkv.profiler.capture.modules import group_of_module, is_two_sided
 from qkv.profiler.capture.patches import patches_of
 from qkv.profiler.capture.record import ObservedCall
 from qkv.statistics.maps import HeadMap, Picture, checked_slice
@@ -163,7 +156,7 @@ def attention_map(
 
 def _only_group(model: nn.Module, sequences: Sequences) -> str | None:
     """The only group that the model has, if that is known before it runs, so that it need not run to its end."""
-    routed = {of_transformers(name, model) for name, module in model.named_modules() if routes(module)}
+    routed = {group_of_module(name, model) for name, module in model.named_modules() if routes(module)}
     if len(routed) == 1:
         return routed.pop()
     return None if routed or sequences.two or is_two_sided(dict(model.named_modules())) else "self"

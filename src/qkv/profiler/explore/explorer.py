@@ -285,7 +285,7 @@ class Explorer(Maps):
             self.model(**batch)
         if not found:
             raise InputError(f"model {type(self.model).__name__} has no attention that qkv can observe")
-        return grouped(observer.in_order(found))
+        return grouped(observer.numbers.in_order(found))
 
 
 def of(
