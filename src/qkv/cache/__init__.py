@@ -17,7 +17,7 @@ It imports attention and what lies below it. Read `base.py` first.
 (torch.Size([1, 4, 1, 16]), Sliding(window=64, seen=102, length=64))
 """
 
-from qkv.cache.base import Cache, Full, Latent, Recurrent, Sinks, Sliding
+from qkv.cache.base import Cache, Full, Latent, Recurrent
 from qkv.cache.evicting import (
     TOVA,
     Evicting,
@@ -30,6 +30,7 @@ from qkv.cache.evicting import (
     PyramidKV,
     SnapKV,
 )
+from qkv.cache.recent import Sinks, Sliding
 
 __all__ = [
     "TOVA", "Cache", "Evicting", "ExpectedAttention", "Full", "HeavyHitters", "Held", "KNorm", "KeyDiff",

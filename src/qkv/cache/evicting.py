@@ -542,7 +542,7 @@ class ExpectedAttention(Evicting):
             raise InputError("ExpectedAttention: positions is given, expected None: it counts from the first token")
 
 
-BUILT_IN = {"full": "base.Full", "sliding": "base.Sliding", "sinks": "base.Sinks"} | {
+BUILT_IN = {"full": "base.Full", "sliding": "recent.Sliding", "sinks": "recent.Sinks"} | {
     policy.name: f"evicting.{policy.__name__}"
     for policy in (LastKeys, HeavyHitters, SnapKV, PyramidKV, TOVA, KeyDiff, KNorm, ExpectedAttention)
 }

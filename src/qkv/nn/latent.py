@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qkv.attention import Attention
 from qkv.errors import InputError, at_least_one, kind_of
 from qkv.masks import Mask
-from qkv.nn.multi_head import Composition
+from qkv.nn.composition import Composition
 from qkv.positions import Rotary
 from qkv.scores import Dot
 

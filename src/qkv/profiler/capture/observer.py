@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv.cache.base import Sinks, attending
+from qkv.cache.base import attending
+from qkv.cache.recent import Sinks
 from qkv.edits import Placed, Scale, Steer, Zero
 from qkv.engine import Call, Result, Shared, detached
 from qkv.errors import InputError
