@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
@@ -488,3 +489,54 @@ def test_padding_of_torchs_encoder_is_no_text(dtype: torch.dtype) -> None:
     assert got["n_queries"].values.tolist() == got["n_keys"].values.tolist() == [7]
     for name in ("received", "visible_queries", "entropy"):
         np.testing.assert_allclose(got[name].values[..., :7], want[name].values, atol=1e-5, err_msg=name)
+
+
+SLOPES, LENGTHS = torch.tensor([0.5, 0.25, 0.1, 0.05]), torch.tensor([9, 6])
+
+
+def slanted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + SLOPES[h] * (k - q)
+
+
+def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & (k < LENGTHS[b])
+
+
+class Flexible(nn.Module):
+    """FlexAttention with grouped heads, a bias of each head and a mask of each text; `mod` is its score_mod."""
+
+    def __init__(self, mod: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.q, self.kv, self.mod = nn.Linear(32, 32), nn.Linear(32, 32), mod or slanted
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = self.kv(x).unflatten(-1, (2, 2, 8)).permute(2, 0, 3, 1, 4)
+        return self.q(x).unflatten(-1, (4, 8)).transpose(1, 2), k, v
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = create_block_mask(seen, len(x), None, x.shape[1], x.shape[1], device="cpu")
+        out = flex_attention(*self.heads(x), self.mod, mask, scale=0.3, enable_gqa=True)
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+def test_flex_attention_in_a_module_of_ones_own_is_read_or_refused() -> None:
+    torch.manual_seed(0)
+    model, x = Flexible(), torch.randn(2, 9, 32)
+    q, k, v = (y.repeat_interleave(4 // y.shape[1], 1) for y in model.heads(x))
+    i, j = torch.arange(9)[:, None], torch.arange(9)
+    visible = seen(*torch.meshgrid(torch.arange(2), torch.arange(4), i[:, 0], j, indexing="ij"))
+    scores = q @ k.mT * 0.3 + SLOPES[:, None, None] * (j - i)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    found = profile(model, {"x": x}, progress=False)
+    np.testing.assert_allclose(found.data["weights"].values[:, 0], weights, atol=1e-6)
+    assert found.attrs["checks"][0]["function"] == "torch.nn.attention.flex_attention"
+    with qkv.watch(model) as watched:
+        torch.testing.assert_close(model(x), (weights @ v).transpose(1, 2).flatten(2))
+    np.testing.assert_allclose(watched.profile().data["weights"].values[:, 0], weights, atol=1e-6)
+    vectors = torch.randn(9, 3)
+    with refused("model", match="flex_attention"):  # a sum over numbers of a pair is one over pairs of tensors
+        profile(Flexible(lambda score, b, h, q, k: score + (vectors[q] * vectors[k]).sum()), {"x": x}, progress=False)
+    with refused("score_mod"):
+        profile(Flexible(lambda score, b, h, q, k: score + torch.dot(vectors[q], vectors[k])), {"x": x}, progress=False)

@@ -168,8 +168,8 @@ class Installed:
 
 
 @contextmanager
-def overridden(owner: object, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, a model or a module of Python has other functions."""
+def overridden(owner: object, functions: Mapping[str, object]) -> Iterator[None]:
+    """Inside, a model or a module of Python has other functions or values."""
     before = {name: vars(owner)[name] for name in functions if name in vars(owner)}
     vars(owner).update(functions)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv import masks
-from qkv.biases import TensorBias
+from qkv.biases import Bias, TensorBias
 from qkv.engine import Call, at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.masks import MASKED, read_mask
-from qkv.masks import Causal, Mask, Shifted
+from qkv.masks import Causal, Grid, Mask, Region, Shifted
+from qkv.masks.convert import from_flex
 from qkv.normalizers import Normalizer, Pointwise
 from qkv.scores import Dot
 
@@ -61,6 +62,38 @@ def sdpa_call(
     # A seed that is drawn here would change the random numbers that the model draws.
     call = Call.of(query, key, value, mask, bias, Dot(scale), dropout_p=dropout_p, seed=0)
     return call, torch.Size((*lead, n_queries, value.shape[-1]))
+
+
+class ScoreMod(Bias):
+    """The `score_mod` of a call of FlexAttention, called on broadcasting index tensors; rows count from 0."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def bind(self, q: Tensor, grid: Grid, scale: float) -> Bias:
+        self.grid = grid
+        return self
+
+    def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Tensor:
+        b, h, _, keys = region.indices(self.grid)
+        rows = torch.arange(region.rows.start, region.rows.stop, device=scores.device)[:, None]
+        try:
+            return self.function(scores, b, h, rows, keys).expand(scores.shape)
+        except (IndexError, RuntimeError, TypeError) as error:
+            raise InputError(
+                f"score_mod of FlexAttention cannot be read ({error}); expected a function of scores and index tensors "
+                "that broadcast"
+            ) from error
+
+
+def flex_call(
+    query: Float[Tensor, "b h nq d"], key: Float[Tensor, "b hkv nk d"], value: Float[Tensor, "b hkv nk dv"],
+    score_mod: Callable[..., Tensor], block_mask: tuple[Any, ...], scale: float, *_: Any,
+) -> Call:  # fmt: skip
+    """The call that the operator of FlexAttention makes: without a compiler it reads of a BlockMask the mask_mod."""
+    k, v = (x.expand(len(query), -1, -1, -1) for x in (key, value))
+    mask = from_flex(block_mask[-1], query.shape[2], key.shape[2])
+    return Call.of(query, k, v, mask, (ScoreMod(score_mod),), Dot(scale), seed=0)
 
 
 def multi_head_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:

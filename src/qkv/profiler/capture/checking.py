@@ -195,6 +195,13 @@ class Checks(list[Checked]):
                 self.known[SDPA] = compared(name, SDPA, made, result.out, result.lse > -torch.inf)
         self.append(self.known[SDPA])
 
+    def of_flex(self, name: str, own: Tensor, call: Call) -> None:
+        """Compare the output of a call of FlexAttention with what qkv computes of its functions: of every call."""
+        with torch.no_grad(), unwatched():
+            result = served(detached(call))
+            counted = None if result.lse is None else result.lse > -torch.inf
+            self.append(compared(name, "torch.nn.attention.flex_attention", own.detach(), result.out, counted))
+
     def of_function(
         self, module: nn.Module, name: str, function: Callable[..., Any], returned: tuple[Any, ...],
         args: tuple[Any, ...], named: dict[str, Any], *, once: bool,

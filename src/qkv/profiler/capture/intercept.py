@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from qkv.engine import Call, Result
@@ -28,6 +29,7 @@ from qkv.profiler.capture.caches import Installed, overridden
 from qkv.profiler.capture.calls import (
     chunked,
     fast_path_call,
+    flex_call,
     multi_head_arguments,
     multi_head_call,
     real_keys,
@@ -162,6 +164,11 @@ class Intercept(TorchFunctionMode):
                 if ACTIVE.get(self.model):
                     return self._edited(name, multi_head, arguments, given)
                 self._report(name, "sdpa", multi_head, **given)
+        elif isinstance(func, HigherOrderOperator) and func.name() == "flex_attention" and (module := self._module()):
+            self._deliver()
+            name, call, (out, *more) = self.names[id(module)], flex_call(*args, **kwargs), func(*args, **kwargs)
+            self.observer.checks.of_flex(name, out, call)
+            return self._report(name, "sdpa", call, Result(out)).out, *more
         elif func in FAST_PATHS:
             self._fast_path(FAST_PATHS[func])
         elif func in SOFTMAX:

@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -190,13 +190,22 @@ def _alone(observer: Observer) -> Iterator[None]:
         lock.release()
 
 
-_eager_mode = Installed(lambda: torch.compiler.set_stance("force_eager"))  # a process has one stance
+FLEX = "torch.nn.attention.flex_attention"
+_EAGER = {  # a process has one stance
+    "torch._dynamo": Installed(lambda: torch.compiler.set_stance("force_eager")),
+    FLEX: Installed(lambda: overridden(sys.modules[FLEX], {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True})),
+}
+"""By modules that are slow to import: if one is not loaded, it compiles nothing."""
 
 
-def _uncompiled() -> AbstractContextManager[None]:
+@contextmanager
+def _uncompiled() -> Iterator[None]:
     """Run compiled parts of the model in eager mode, because compiled code cannot be observed."""
-    known = "torch._dynamo" in sys.modules  # slow to import; if it is not loaded, nothing is compiled
-    return _eager_mode() if known else nullcontext()
+    with ExitStack() as stack:
+        for module, eager in _EAGER.items():
+            if module in sys.modules:
+                stack.enter_context(eager())
+        yield
 
 
 @contextmanager

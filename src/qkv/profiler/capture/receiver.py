@@ -15,6 +15,7 @@ class Comparisons(Protocol):
     """Compares results with those of torch's own functions."""
 
     def of_torch(self, name: str, own: Callable[[], Tensor], result: Result) -> None: ...
+    def of_flex(self, name: str, own: Tensor, call: Call) -> None: ...
 
 
 class Receiver(Protocol):
