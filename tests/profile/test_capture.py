@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from qkv.errors import InputError
 from qkv.huggingface.masks import lazy_mask
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.inputs import sequences_of
+from qkv.profiler.capture.modules import group_of_module
 from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Interfaces, Observer, unobserved
 from qkv.profiler.capture.record import Measures, Record, Recorder
@@ -303,3 +305,36 @@ def test_fingerprint_keeps_no_part_of_a_model_alive_and_refuses_tensors_without_
     with torch.inference_mode():
         assert probes.fingerprint(nn.Linear(2, 2)) is None
     assert probes.fingerprint(nn.Linear(2, 2, device="meta")) is None
+
+
+VLM: dict[str, Any] = {"text_config": {}, "vision_config": {}}
+
+
+@pytest.mark.parametrize(("name", "config", "group"), [
+    ("model.vision_tower.blocks.0.attn", VLM | {"is_encoder_decoder": True}, "vision"),  # Florence-2
+    ("model.language_model.decoder.layers.0.self_attn", VLM | {"is_encoder_decoder": True}, "decoder"),
+    ("decoder.layer.0.encoder_decoder_attention.attention", {"is_encoder_decoder": True}, "cross"),  # Pix2Struct
+    ("model.backbone.layers.0.attention", {"is_encoder_decoder": True, "backbone_config": {}}, "vision"),  # DETR
+    ("decoder.layers.0.self_attn", VLM, "decoder"),  # CLIPSeg
+    ("language_model.model.decoder.layers.0.self_attn", VLM, "text"),
+    ("qformer.encoder.layer.0.attention", VLM | {"qformer_config": {}}, "qformer"),  # BLIP-2
+    ("mask_decoder.layers.0.self_attn", {"vision_config": {}, "mask_decoder_config": {}}, "mask_decoder"),  # SAM
+    ("mask_decoder.final_attn_token_to_image", {"vision_config": {}}, "cross"),
+])  # fmt: skip
+def test_parts_of_image_models_have_the_group_of_another(name: str, config: dict[str, Any], group: str) -> None:
+    model = nn.ModuleDict({"text_model": nn.Identity()})
+    model.config = SimpleNamespace(**config)  # type: ignore[assignment]
+    assert group_of_module(name, model) == group
+
+
+class Pooled(nn.Module):
+    """Keys and values of every second token, as in a pyramid vision transformer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = x.unflatten(-1, (2, -1)).transpose(1, 2), x[:, ::2].unflatten(-1, (2, -1)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+def test_keys_that_a_module_pools_make_it_cross_attention() -> None:
+    x = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(0))
+    assert [*qkv.profile(Pooled(), {"x": x}, progress=False).groups] == ["self"]

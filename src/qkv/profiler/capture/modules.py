@@ -142,23 +142,43 @@ def index_in(stack: str, names: Sequence[str]) -> int | None:
     return next((int(at[1]) for at in found if at), None)
 
 
-_CROSS = re.compile(r"cross|encoder_attn|enc_?dec", re.IGNORECASE)
+_CROSS = re.compile(
+    r"cross|encoder_attn|enc_?dec|encoder_?decoder_?att|attn_(token_to_image|image_to_token)", re.IGNORECASE
+)
+_TOWERS = {
+    "vision": re.compile(r"vision|visual|(^|\.)backbone\.", re.IGNORECASE),
+    "audio": re.compile("audio", re.IGNORECASE),
+}
+_TEXT = re.compile("text|language", re.IGNORECASE)
 _SIDE = re.compile(r"(?:^|\.)(encoder|decoder)\.")
 
 
 def group_of_module(name: str, model: nn.Module) -> str:
-    """The group of a module of a Hugging Face model: cross, encoder, decoder; vision, audio, text; or self."""
+    """The group of a module of a Hugging Face model: cross, encoder, decoder; vision, audio, text; or self.
+
+    A part of a model with several kinds of inputs that has a configuration of its own, such as the `qformer` of BLIP-2,
+    is a group of this name.
+    """
     if _CROSS.search(name):
         return "cross"
     config: Any = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        side = _SIDE.search(name)  # the outermost: a BERT decoder contains a module called encoder
-        return side[1] if side else "decoder"
-    towers = [t for t in ("vision", "audio") if getattr(config, f"{t}_config", None) is not None]
-    for tower in towers:
-        if re.search(f"{tower}|visual" if tower == "vision" else tower, name, re.IGNORECASE):
-            return tower
-    return "text" if towers else "self"
+    two_sided = bool(getattr(config, "is_encoder_decoder", False))
+    kinds = [kind for kind in _TOWERS if getattr(config, f"{kind}_config", None) is not None]
+    kinds += ["vision"] if two_sided and getattr(config, "backbone_config", None) is not None else []
+    for kind in kinds:
+        if _TOWERS[kind].search(name):
+            return kind
+    side = _SIDE.search(name)  # the outermost: a BERT decoder contains a module called encoder
+    if two_sided or not kinds:
+        return (side[1] if side else "decoder") if two_sided else "self"
+    if not _TEXT.search(name):
+        parts = (key.removesuffix("_config") for key in vars(config) if key.endswith("_config"))
+        for part in parts:
+            if f".{part}" in f".{name}":
+                return part
+        if side and side.start() == 0 and any(_TEXT.search(other) for other, _ in model.named_modules()):
+            return side[1]
+    return "text"
 
 
 def count_hidden_states(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> int:
@@ -179,7 +199,8 @@ def group_of_call(
 
     1. A module with "cross" in its name is cross.
     2. A causal call is decoder, or self in a model without encoder and decoder that reads one sequence.
-    3. A call that is not causal and has different numbers of queries and keys is cross.
+    3. A call that is not causal and has different numbers of queries and keys is cross, unless the module is given one
+       tensor of hidden states and has fewer keys, which it pools or projects.
     4. With as many queries as keys, a module of the encoder is encoder.
     5. A module that is given one tensor of hidden states takes queries and keys from it. It is encoder or decoder in a
        model that reads two texts, by their lengths, else self.
@@ -197,7 +218,7 @@ def group_of_call(
     side = None if found is None else found[1]
     if causal:
         return "decoder" if side or sequences.two else "self"
-    if n_queries != n_keys:
+    if n_queries != n_keys and not (states == 1 and n_queries > n_keys):
         return "cross"
     if side == "encoder" or not sequences.two:
         return side or "self"
