@@ -105,6 +105,27 @@ def einsum_attention(x: Any, w_q: Any, w_k: Any, w_v: Any, w_o: Any, mask: Any) 
     return torch.einsum("bhqd,hdm->bhqm", out, w_o), weights  # no sum over heads
 
 
+def softpick(scores: Tensor) -> Tensor:
+    top = scores.amax(-1, keepdim=True).clamp(min=0)
+    powers = (scores - top).exp() - (-top).exp()
+    return powers.relu() / powers.abs().sum(-1, keepdim=True)  # masked keys have a part in the sum
+
+
+def forgetting(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor) -> Tensor:
+    total = log_f.cumsum(-1)
+    scores = q @ k.mT / q.shape[-1] ** 0.5 + (total[:, :, None] - total[:, None] + log_f[:, None])  # from j on
+    return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf).softmax(-1) @ v
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor, beta: Tensor) -> Tensor:
+    state, outs = k.new_zeros(len(k), k.shape[-1], v.shape[-1]), []
+    for t in range(k.shape[1]):
+        state = state + beta[:, t, None, None] * k[:, t, :, None] * (v[:, t, None] - k[:, t, None] @ state)
+        outs.append((q[:, t, None] @ state)[:, 0])
+        state = log_a[:, t, None, None].exp() * state  # after the token, not before
+    return torch.stack(outs, 1)
+
+
 def reversal_score(weights: Any, length: int) -> Any:
     place = torch.arange(length)
     place = place[length + 1 + place < weights.shape[2]]  # queries begin one too late
@@ -128,6 +149,10 @@ WRONG: dict[str, tuple[str, Answer]] = {  # for each exercise a part of the hint
         lambda q, k, v, keys, values: (v.clone(), torch.cat([keys, k], 2), torch.cat([values, v], 2)),
     ),
     "linear_state": ("not divided", lambda q, k, v: ((F.elu(q) + 1) @ (F.elu(k) + 1).mT).tril() @ v),
+    "softpick": ("masked keys are in the sum", softpick),
+    "forget_gates": ("begin at j + 1", forgetting),
+    "delta_rule": ("expected before", delta_rule),
+    "attention_over_depth": ("not normalised", lambda q, x: ((x @ q).softmax(0)[..., None] * x).sum(0)),
     "sink_curve": ("first query is included", lambda w: w.cumsum(-1)[..., 1:] / np.arange(2, w.shape[-1] + 1)),
     "compare_models": ("not 1/n", lambda w, causal: (w[..., 1:].mean(-1), 1 / w.shape[-1])),
     "causal_mask": ("lower triangle", lambda n: torch.ones(n, n).triu().bool()),
