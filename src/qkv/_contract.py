@@ -1,4 +1,4 @@
-"""The extension contract of masks, scores, biases and normalizers, and the search for their learned tensors.
+"""What masks, scores, biases, normalizers and statistics have in common: the contract with classes of users.
 
 Each base class names the one method that *defines* an object, and its *shortcuts*: methods that compute the same
 numbers faster. A subclass that overrides the defining method loses the shortcuts it inherits, so no kernel can use a

@@ -1,4 +1,4 @@
-"""Softmax attention as an operator of torch, `torch.ops.qkv.attention`, so that compilers need not trace the kernels.
+"""`attend` for compilers: `torch.ops.qkv.attention`, an operator of torch, so that they need not trace the kernels.
 
 The native library serves it, and other kernels where the library cannot. It has shapes for fake and meta tensors, and a
 gradient, so torch.compile and torch.export keep it in one graph. The first use of `qkv.attend` registers it.

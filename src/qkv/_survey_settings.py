@@ -1,4 +1,7 @@
-"""The settings of a survey: keywords of `qkv.profiler.survey` and options of ``qkv survey``. It loads without torch."""
+"""The settings of a survey, in front of the profiler because ``qkv survey --help`` loads them without torch.
+
+They are the keywords of `qkv.profiler.survey` and the options of the command.
+"""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ from qkv._plan import Plan, plan
 from qkv.biases import Bias
 from qkv.compat import Form, composition_of
 from qkv.engine.call import Call, dot_softmax
-from qkv.engine.sizes import LARGEST_HEAD, dense, readable
+from qkv.engine.modes import dense, readable, transforming
+from qkv.engine.sizes import LARGEST_HEAD
 from qkv.engine.tiles import all_finite
-from qkv.engine.transforms import transformed, transforming
+from qkv.engine.transforms import transformed
 from qkv.errors import InputError
 from qkv.kernels import attention as computed
 from qkv.kernels import native, opaque, serve, watched

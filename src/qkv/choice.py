@@ -1,4 +1,4 @@
-"""Hard attention: `choose_keys` draws one key per query and returns the log-probabilities that REINFORCE needs."""
+"""`qkv.choose_keys`, hard attention: one key for each query, with the log-probability that REINFORCE needs."""
 
 from __future__ import annotations
 

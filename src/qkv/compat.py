@@ -1,4 +1,4 @@
-"""What users pass in the form of other libraries: argument names, NumPy arrays, and inputs with fewer dimensions.
+"""Arguments of every call in the form of other libraries: their names, NumPy arrays, inputs with fewer dimensions.
 
 Inputs are tensors or NumPy arrays of shape (batch, heads, length, head_dim), (batch, length, head_dim) or
 (length, head_dim); fewer dimensions mean one head. Under autocast, calls are computed in its dtype, as in torch's SDPA.

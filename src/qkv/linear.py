@@ -1,4 +1,4 @@
-"""Attention in linear time: linear attention with a recurrent state, and Linformer.
+"""`qkv.linear_attend` and `qkv.linformer`: attention in linear time, with a recurrent state, and of projected keys.
 
 `attend` with ``score=Features(...)`` and ``normalizer=Identity(...)`` is the same linear attention, with masks. This
 module adds the two forms that `attend` cannot express: `linear_attend` continues from a state, and `linformer`
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkv.engine.call import Call
-from qkv.engine.transforms import transforming
+from qkv.engine.modes import transforming
 from qkv.errors import InputError, at_least_one, kind_of
 from qkv.features import elu_plus_one
 from qkv.kernels import opaque, serve

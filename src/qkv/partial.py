@@ -1,4 +1,4 @@
-"""Partial attention results over a subset of the keys, and their exact merge.
+"""`qkv.Partial` and `qkv.merge`: attention over a subset of the keys, and the exact merge of such results.
 
 Attention of a query over a set of keys is a pair: the normalised output, and the log-sum-exp of the scores. Pairs over
 disjoint sets of keys merge exactly, in any order (Milakov & Gimelshein 2018, arXiv:1805.02867). The tiles of flash

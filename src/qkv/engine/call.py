@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qkv._contract import overrides, unlisted_tensor
 from qkv.biases import Bias, Form, TensorBias
-from qkv.engine.sizes import dense, readable
+from qkv.engine.modes import dense, readable
 from qkv.errors import InputError, finite, kind_of, refusing
 from qkv.masks import Dense, Grid, Mask, Region
 from qkv.masks.base import mask_of_part

@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._contract import overrides
+from qkv.engine.modes import plain_torch
 from qkv.engine.tiles import spans
-from qkv.engine.transforms import plain_torch
 from qkv.errors import InputError
 from qkv.native.library import nodes_of_rows
 from qkv.normalizers import Normalizer, Scores, SumToOne, checked_shape, weights_of

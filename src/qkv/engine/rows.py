@@ -97,9 +97,9 @@ class Scratch:
             tile.space = x.data  # autograd counts changes of each alone: a bias may save its scores
 
 
-def attend_rows(tiles: Sequence[Tile], level: Tensor | None = None) -> tuple[Tensor, Rows]:
+def attend_rows(tiles: Sequence[Tile]) -> tuple[Tensor, Rows]:
     """Return the output and the weights of the queries of `tiles`; see `row_weights`."""
-    rows = row_weights(tiles, level)
+    rows = row_weights(tiles)
     return rows.out(_weighed(tiles, rows.kept)), rows
 
 

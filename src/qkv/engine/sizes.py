@@ -66,23 +66,3 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def has_triton() -> bool:
     """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-def dense(*tensors: Tensor) -> bool:
-    """Return whether tensors are neither sparse nor nested."""
-    return all(x.layout == torch.strided and not x.is_nested for x in tensors)
-
-
-def recorded() -> bool:
-    """Return whether torch.compile, torch.export or torch.jit.trace records: numbers cannot be read."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing()
-
-
-def shape_only(x: Tensor) -> bool:
-    """Return whether a tensor has a shape and no numbers, on the meta device or as a fake tensor."""
-    return (x.is_meta or hasattr(x, "fake_mode")) and not recorded()
-
-
-def readable(x: Tensor) -> bool:
-    """Return whether a decision may depend on the numbers of a tensor."""
-    return not (x.is_meta or hasattr(x, "fake_mode") or recorded())

@@ -21,8 +21,8 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv.biases import Bias
 from qkv.engine.call import Call, RowState, at_least_float32, user_defined
-from qkv.engine.sizes import readable, sizes
-from qkv.engine.transforms import transforming
+from qkv.engine.modes import dispatching, readable, transforming
+from qkv.engine.sizes import sizes
 from qkv.errors import InputError
 from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
 from qkv.normalizers import LOG2_E, checked_shape, weights_of
@@ -46,7 +46,7 @@ def cached_for_mask(
     Only masks that compare by value have entries, as tensors and functions inside of a mask may change. Decoding has
     none, since each step has another grid. `nbytes` is the memory of a result.
     """
-    if grid.n_queries == 1 or not mask.cacheable or transforming() or _other_tensors():
+    if grid.n_queries == 1 or not mask.cacheable or transforming() or dispatching():
         return make()
     place = mask, grid, key
     with _LOCK:
@@ -61,11 +61,6 @@ def cached_for_mask(
         with _LOCK:
             _CACHE[place] = result, size
     return result
-
-
-def _other_tensors() -> bool:
-    """Return whether a dispatch mode is active under which new tensors may be fake or wrapped."""
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 MASKED_SCORE = -1e30  # score of a masked pair: exp of it is 0, and 0 times it is 0 (0 · −inf would be NaN)

@@ -19,20 +19,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from qkv.engine.call import Call, detached
-from qkv.engine.sizes import recorded
+from qkv.engine.modes import transforming
 from qkv.errors import InputError
-
-
-def transforming() -> bool:
-    """Return whether a torch.func transform is active, or a level of forward-mode differentiation is open."""
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def plain_torch() -> bool:
-    """Return whether torch runs operations as they are written: it records, transforms, intercepts and casts none."""
-    return not (
-        recorded() or transforming() or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu")
-    )
 
 
 def transformed(call: Call) -> bool:

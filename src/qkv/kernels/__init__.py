@@ -20,8 +20,9 @@ import torch
 
 from qkv.engine import sharded
 from qkv.engine.call import Call, at_least_float32
+from qkv.engine.modes import recorded, shape_only
 from qkv.engine.sharded import Shared
-from qkv.engine.sizes import recorded, shape_only, sizes
+from qkv.engine.sizes import sizes
 from qkv.errors import InputError
 from qkv.kernels import eager, flex, fused, linear, native, reference, tiled
 from qkv.kernels.native_call import FEW_ROWS, is_finite

@@ -13,7 +13,8 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv.biases import Bias, ByDistance, SingleTensorBias
 from qkv.engine.call import Call, RowState, as_mask, detached
-from qkv.engine.transforms import Results, differentiable, differentiable_call, plain_torch
+from qkv.engine.modes import plain_torch
+from qkv.engine.transforms import Results, differentiable, differentiable_call
 from qkv.kernels import native_call
 from qkv.kernels.native_call import Prepared, gradient_products, of_tensors, prepared, ranges_of, run  # fmt: skip
 from qkv.masks import Grid, Mask

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qkv.biases import Bias, SingleTensorBias
 from qkv.engine.call import Call, RowState
+from qkv.engine.modes import dispatching
 from qkv.engine.sizes import LARGEST_HEAD
 from qkv.engine.tiles import cached_for_mask
 from qkv.engine.transforms import Need, unmet
@@ -55,7 +56,7 @@ def unsupported_reason(call: Call) -> str | None:
     for bias in call.biases:
         if bias.form is None:
             return f"the bias {type(bias).__name__} is not one by distance, a tensor, a difference, or a soft cap"
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if dispatching():
         return "it needs tensors in memory"
     if not {call.q.dtype, call.k.dtype, call.v.dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
         return f"q, k and v are {call.q.dtype}, {call.k.dtype} and {call.v.dtype}, not float32, bfloat16 or float16"
