@@ -53,7 +53,7 @@ PWNED = "document.documentElement.dataset.pwned='1'"
 HOSTILE = [  # among them: a mark that reverses the text after it, and one pictograph of seven characters
     f"<script>{PWNED}</script>", f"</script><script>{PWNED}</script>", f'<img src=x onerror="{PWNED}">',
     f"javascript:{PWNED}", "\u202eevil", "שלום", "سلام", "👩‍👩‍👧‍👦", "\u200b", "\x00\x07\x1b[31m", "\u2028\u2029",
-    "x" * 500, "{{script}}", "${1+1}`'\"", "&lt;b&gt;&amp;", "<!--", "end",
+    "x" * 500, "{{script}}", "${1+1}`'\"", "&lt;b&gt;&amp;", "<!--", "\u00a0", "end",
 ]  # fmt: skip
 VISIBLE_PARTS = [  # parts of the hostile tokens that must appear literally wherever tokens are listed
     f"<script>{PWNED}</script>", '<img src=x onerror="', "שלום", "سلام", "👩‍👩‍👧‍👦", "‹U+202E›evil", "‹U+200B›",

@@ -103,8 +103,9 @@ def test_every_page_has_names_contrast_focus_and_no_motion_if_reduced(view: Open
         assert inaccessible(one.settled().page) == []
 
 
-def test_no_page_overflows_on_a_phone(tab: Opens, mini: Served) -> None:
+def test_no_page_overflows_on_a_phone(tab: Opens, mini: Served, served: Served) -> None:
     one = tab(mini, phone=True)
+    assert inaccessible(tab(served, phone=True).open().page) == []
     views = [{"page": page} for page in PAGES] + [{"page": "align", "view": view} for view in ("reversal", "captions")]
     for view in views:
         one.open(**view).arrives(view["page"])
@@ -652,7 +653,7 @@ def report_of(page: Page, profile: Profile, folder: Path) -> str | None:
 @pytest.mark.parametrize(
     "make",
     [
-        made.encoder_decoder, lambda: made.long(1024, 2, 2), hostile,
+        made.encoder_decoder, lambda: made.long(1024, 26, 2), hostile,
         lambda: profile("qkv-translation", torch.tensor([[3, 4, 5, 6]]), progress=False),
     ],
     ids=["three groups", "long", "hostile", "one head"],

@@ -106,7 +106,7 @@ export function headButton(group, layer, head, tip, attributes, ...children) {
 /** A grid with a row per layer and a column per head. `cell(l, k)` makes a cell; each `every`-th head has its number above it. */
 export function layerGrid({ layers, heads }, cell, every, attributes) {
   return h("div", { role: "grid", ...attributes },
-    h("div", { role: "row", class: "row" }, h("span"), heads.map((id, k) => h("span", { role: "columnheader", class: "column", "aria-label": String(id) }, k % every ? "" : String(id)))),
+    h("div", { role: "row", class: "row" }, h("span"), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, k % every ? h("span", { class: "unseen" }, String(id)) : String(id)))),
     layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cell(l, k)))));
 }
 

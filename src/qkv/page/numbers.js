@@ -65,7 +65,7 @@ export const visible = (text) => text.replace(INVISIBLE, (c) => MARKS[c] || `‹
 /** A token for use in a sentence: without spaces around it, and visible. */
 export function named(token) {
   const plain = token.trim();
-  return plain ? visible(plain) : token ? visible(token.replace(/ +/g, "␣")) : "␣";
+  return plain ? visible(plain) : token ? visible(token.replace(/\p{Zs}+/gu, "␣")) : "␣";
 }
 
 /** A text truncated to at most `most` characters, with an ellipsis. */

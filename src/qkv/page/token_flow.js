@@ -1,7 +1,7 @@
 // Tokens as running text of any length: only the blocks near the visible part are in the document.
 
 import { h, vertically } from "./dom.js";
-import { integer, visible } from "./numbers.js";
+import { integer, named, visible } from "./numbers.js";
 import { cancel, nextFrame } from "./state.js";
 
 const MIN_BLOCK = 110, MAX_BLOCK = 240; // tokens of a block
@@ -156,7 +156,7 @@ export class TokenFlow {
       const last = at + 1 === this.end(block), shown = word || space, parts = pieces(last ? shown.replace(indent, "\n") : shown);
       const breaks = parts.at(-1)?.[0] === "\n";
       if (breaks) parts.pop(); // the break goes after the token's box, which would otherwise extend into the next line
-      const token = h("span", { id: `${this.name}-${at}`, "data-at": at, role: "option", "aria-setsize": this.tokens.length, "aria-posinset": at + 1 },
+      const token = h("span", { id: `${this.name}-${at}`, "data-at": at, role: "option", "aria-setsize": this.tokens.length, "aria-posinset": at + 1, "aria-label": this.tokens[at].trim() ? null : named(this.tokens[at]) },
         parts.map(([text, mark]) => (mark ? h("i", { class: text.length > 1 ? "flow-code" : "flow-mark" }, text) : text)));
       this.applyLook(token, at);
       box.tokens.push(token);
