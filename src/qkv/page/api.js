@@ -87,7 +87,7 @@ export class Source extends PageData {
    * where not defined. `maps` is "weights" or "pooled"; null, with no values, if there are no maps to compare.
    */
   similar(g, t, layer, head) {
-    return this.once(`similar/${g}/${t}/${layer}/${head}`, (path) => this.#get(path));
+    return this.cache.once(`similar/${g}/${t}/${layer}/${head}`, (path) => this.#get(path));
   }
 
   /** The tile in row i and column j of tiles, pooled by "max" or "mean": {rows, columns, values}, row by row; null if all of it is masked. */

@@ -6,7 +6,7 @@ import { integer, percent } from "./numbers.js";
 import { Api, Source, THE_MAP } from "./api.js";
 import { PAGES, SHARED, TEXT, addPages, addressOf, parsedAddress, validHead, validPlace } from "./address.js";
 import { Shell } from "./shell.js";
-import { announceState, begin, counted } from "./state.js";
+import { announceState, begin, counted, Loads } from "./state.js";
 
 const POLL = 600; // milliseconds between requests for the progress of a profile or a map
 const SWEEP = 1000; // changes of the head less than this many milliseconds apart share one entry of the history
@@ -16,7 +16,7 @@ class App {
   state = { page: "overview" };
   #api = new Api((list) => this.#showWork(list));
   #shell = new Shell(this);
-  #sources = new Map(); // id → promise of a Source
+  #sources = new Loads(); // id → promise of a Source
   #opened = new Map(); // id → Source, once loaded
   #pageStates = new Map(); // page id → the keys that only this page has, as they were when the user left it
   #mounted = null; // {id, handle}
@@ -47,14 +47,9 @@ class App {
     }
   }
 
-  /** GET JSON. */
-  get(path, options) {
+  /** Get JSON, from a POST of JSON if there is a `body`: see `Api.request`. */
+  request(path, options) {
     return this.#api.request(path, options);
-  }
-
-  /** POST JSON, get JSON. */
-  post(path, body, options) {
-    return this.#api.request(path, { body, ...options });
   }
 
   /** Show an error, or any sentence, to the user. */
@@ -80,12 +75,7 @@ class App {
 
   /** A promise of a source, which is loaded on the first call. */
   source(id = this.state.source) {
-    if (!this.#sources.has(id)) {
-      const promise = this.#open(id);
-      promise.catch(() => this.#sources.delete(id));
-      this.#sources.set(id, promise);
-    }
-    return this.#sources.get(id);
+    return this.#sources.once(id, () => this.#open(id));
   }
 
   /** A source that is already loaded, or null. */
@@ -97,14 +87,14 @@ class App {
     const entry = this.session.sources.find((source) => source.id === id);
     if (!entry) throw new Error(`There is no profile ${id}.`);
     if (entry.state !== "ready") throw new Error(entry.state === "failed" ? failureOf(entry) : `${entry.name} is not ready yet.`);
-    const source = new Source(this.#api, entry, await this.get(`/api/sources/${id}/page`), this.session.version);
+    const source = new Source(this.#api, entry, await this.request(`/api/sources/${id}/page`), this.session.version);
     this.#opened.set(id, source);
     return source;
   }
 
   /** Fetch the list of sources again, for instance after an intervention. */
   async refresh() {
-    this.session = await this.get("/api/session", { quiet: true });
+    this.session = await this.request("/api/session", { quiet: true });
     this.#progress = this.#work.includes(THE_MAP) ? this.session.computing : null;
     this.#showWork(this.#work);
   }

@@ -81,7 +81,7 @@ export function curve({ title, series, width, unit, tokens = null, reference = n
     bars && known.length ? svg("path", { class: "area", d: `${path(series[0])}V${top + tall}H${left}Z` }) : null,
     series.map((one) => svg("path", { class: "line", d: path(one), style: { stroke: one.colour ?? "var(--accent)" } })),
     reference ? svg("path", { ...REFERENCE, d: Array.from(reference.values, (value, bin) => `${bin ? "L" : "M"}${x({ ...reference, n }, bin + 0.5)} ${y(value).toFixed(1)}`).join("") }) : null,
-    axisTicks(n).map((position) => svg("text", { ...TICK, x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? (position > 0.95 * n ? "end" : "middle") : "start" }, integer(position))),
+    positions([0, n - 1], 6).map((position) => svg("text", { ...TICK, x: left + ((position + 0.5) / n) * inner, y: height - 4, "text-anchor": position ? (position > 0.95 * n ? "end" : "middle") : "start" }, integer(position))),
     marker);
   drawing.addEventListener("pointermove", (event) => {
     const box = drawing.getBoundingClientRect(), across = ((event.clientX - box.left) * (width / box.width) - left) / inner;
@@ -117,10 +117,11 @@ export function decades(low, high) {
   return steps.filter((tick) => tick >= low && tick <= high).sort((a, b) => a - b);
 }
 
-/** Round positions along a text of n tokens. */
-function axisTicks(n) {
-  const ticks = n > 4 ? niceTicks(n - 1, 6) : [0];
-  return ticks.filter((position) => position <= n - 1 && Number.isInteger(position));
+/** Round positions in a range, about `most` of them. */
+export function positions([first, last], most) {
+  const rough = niceTicks(Math.max(last - first, 1), Math.max(most, 1))[1];
+  const step = Number.isInteger(rough) ? rough : rough < 1 ? 1 : 2 * rough, from = Math.ceil(first / step);
+  return Array.from({ length: Math.max(Math.floor(last / step) - from + 1, 0) }, (_, at) => (from + at) * step);
 }
 
 /** An element whose children `draw(width)` makes to the pixel: again whenever the width of its (first) column changes. */
@@ -248,3 +249,11 @@ export const selectFrom = (key, chosen, options, onchange, attributes = {}) =>
 
 /** The same with a label. */
 export const chooser = (label, ...list) => h("label", { class: "chooser" }, h("span", {}, label), " ", selectFrom(...list));
+
+/** A field for a text, with a box that says what is wrong with it: {field, trouble, tell(sentence)}; an empty sentence hides the box. */
+export function textField(id, { described = "", ...attributes }) {
+  const trouble = h("p", { id: `${id}-trouble`, class: "field-trouble", role: "status", hidden: true });
+  const field = h("textarea", { id: `${id}-text`, class: `${id}-text`, spellcheck: "false", autocomplete: "off", autocapitalize: "off", "aria-describedby": `${id}-trouble ${described}`, ...attributes });
+  const tell = (sentence) => { trouble.textContent = sentence; trouble.hidden = !sentence; field.setAttribute("aria-invalid", String(Boolean(sentence))); };
+  return { field, trouble, tell };
+}

@@ -1,7 +1,7 @@
 // What a page holds of its texts: curves along them and maps of their heads, decoded when they are needed.
 
 import { integer } from "./numbers.js";
-import { counted } from "./state.js";
+import { counted, Loads } from "./state.js";
 import { TILE } from "./tiles.js";
 
 /** The bytes of a base64 string. */
@@ -45,20 +45,20 @@ export const levelOf = (weight, high) => (weight > 0 ? Math.max(0.02, 1 + Math.l
 /** What a page (see qkv.report.payload) holds of its texts; `blob(id)`: its packed parts by name, or promises of them. */
 export class PageData {
   constructor(page, blob) {
-    Object.assign(this, { page, blob, cache: new Map() });
+    Object.assign(this, { page, blob, cache: new Loads() });
   }
 
   /** A promise of the curves of a text: {name: {values, shape}}. */
   curves(g, t) {
-    return this.once(`curves-${g}-${t}`, async (id) => decodedArrays(this.page.groups[g].texts[t].arrays, await inflated(await this.blob(id))));
+    return this.cache.once(`curves-${g}-${t}`, async (id) => decodedArrays(this.page.groups[g].texts[t].arrays, await inflated(await this.blob(id))));
   }
 
   /** The StoredMaps of a text, or null if there are none. */
   maps(g, t) {
     const view = this.page.groups[g].texts[t], packed = async (id) => JSON.parse(await this.blob(id));
     if (!view.maps.length) return null;
-    const bytes = (kind, row) => this.once(`${kind}-${g}-${t}/${row}`, async () => inflated((await this.once(`${kind}-${g}-${t}`, packed))[row]));
-    return this.once(`stored-${g}-${t}`, () => new StoredMaps(view, bytes));
+    const bytes = (kind, row) => this.cache.once(`${kind}-${g}-${t}/${row}`, async () => inflated((await this.cache.once(`${kind}-${g}-${t}`, packed))[row]));
+    return this.cache.once(`stored-${g}-${t}`, () => new StoredMaps(view, bytes));
   }
 
   /** A head of a text, for the parts of a page that show it: {page, group, view, maps, layer, head, row}. */
@@ -70,15 +70,6 @@ export class PageData {
   /** A promise of the same with the `curves` of the text. */
   async head(g, t, layer, head) {
     return { ...this.at(g, t, layer, head), curves: await this.curves(g, t) };
-  }
-
-  /** What `load(id)` gives, loaded once; what failed may be loaded again. */
-  once(id, load) {
-    if (!this.cache.has(id)) {
-      this.cache.set(id, load(id));
-      this.cache.get(id).catch?.(() => this.cache.delete(id));
-    }
-    return this.cache.get(id);
   }
 }
 

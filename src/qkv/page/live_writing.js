@@ -27,15 +27,14 @@ export class LiveWriting {
     this.#app = app;
     this.#requestOptions = requestOptions;
     this.#listeners = listeners;
-    const slider = (key, label, attributes, value, oninput) => h("label", { class: "live-slider" }, h("span", {}, label),
-      h("input", { type: "range", "data-key": key, ...attributes, value, oninput: (event) => { oninput(Number(event.target.value)); this.draw(); } }), h("output", { "data-of": key }));
     this.element = h("div", { class: "live-generation" },
       h("div", { class: "live-buttons" },
         h("button", { type: "button", class: "quiet live-play", onclick: () => (this.playing ? this.#stop() : counted(this.#generate({ single: false }))) }, "Play"),
         h("button", { type: "button", class: "quiet", onclick: () => this.#generate({ single: true }) }, "Step"),
         h("button", { type: "button", class: "quiet", onclick: () => this.#undo() }, "Undo")),
       h("div", { class: "live-sliders" },
-        slider("heat", "Sampling temperature", { min: 0, max: 2, step: 0.1 }, this.temperature, (temperature) => { this.temperature = temperature; listeners.ontemperature(); })),
+        h("label", { class: "live-slider" }, h("span", {}, "Sampling temperature"),
+          h("input", { type: "range", "data-key": "heat", min: 0, max: 2, step: 0.1, value: this.temperature, oninput: ({ target }) => { this.temperature = Number(target.value); listeners.ontemperature(); this.draw(); } }), h("output", { "data-of": "heat" }))),
       this.held = h("small", { role: "status" }), this.both = h("dl", { class: "live-both" }));
     this.draw();
   }
@@ -61,7 +60,7 @@ export class LiveWriting {
 
   async #one(signal) {
     const before = { text: this.text, ids: this.ids, plain: this.plain }, options = this.#requestOptions(), step = this.generated.length;
-    const ask = ({ text, ids }, edits) => this.#app.post("/api/live/step", { ...options, edits, text, ...(ids ? { ids } : {}), sampling_temperature: this.temperature, seed: SEED, step }, { signal });
+    const ask = ({ text, ids }, edits) => this.#app.request("/api/live/step", { body: { ...options, edits, text, ...(ids ? { ids } : {}), sampling_temperature: this.temperature, seed: SEED, step }, signal });
     const plain = this.plain ?? (options.edits.length ? { ...before, tokens: [], from: step } : null);
     const [found, trained] = await Promise.all([ask(before, options.edits), plain && ask(plain, [])]);
     if (signal.aborted) return;

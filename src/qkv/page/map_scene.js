@@ -2,7 +2,7 @@
 
 import { svg } from "./dom.js";
 import { integer, logarithmicRange, named, visible } from "./numbers.js";
-import { decades, niceTicks } from "./charts.js";
+import { decades, positions } from "./charts.js";
 
 export const LABELLED = 11; // at this many pixels per token or more, each token has a label
 const NARROW = 560, PHONE = 480; // pixels of a stage with shorter words, and of one on which the map needs all of the width
@@ -82,15 +82,6 @@ export function axes(layout, tokens, pointed = null) {
     text(frame.x, frame.y - rise, "keys →", { size: 12, bold: true }),
     text(frame.x - 9, frame.y - 10, narrow ? "query ↓" : "queries ↓", { anchor: "end", size: narrow ? 11 : 12, bold: true }),
     rect(Math.round(frame.x) - 0.5, Math.round(frame.y) - 0.5, Math.round(frame.w) + 1, Math.round(frame.h) + 1, { stroke: LINE })];
-}
-
-/** Round positions in a range, about `most` of them. */
-function positions([first, last], most) {
-  const rough = niceTicks(Math.max(last - first, 1), Math.max(most, 1))[1];
-  const step = Number.isInteger(rough) ? rough : rough < 1 ? 1 : 2 * rough;
-  const found = [];
-  for (let at = Math.ceil(first / step) * step; at <= last; at += step) found.push(at);
-  return found;
 }
 
 /** The scales of the edge curves: logarithmic for received shares, from zero for entropies. */

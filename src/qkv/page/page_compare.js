@@ -2,13 +2,13 @@
 // its own keys in the address: bsource, bgroup, btext, blayer, bhead.
 
 import { lengthWords, validHead } from "./address.js";
-import { CellMap, chooser, curve, Drawn, keyOf, legend, paint, stack } from "./charts.js";
+import { CellMap, curve, Drawn, keyOf, legend, paint, stack } from "./charts.js";
 import { destinationColour, looks } from "./colour.js";
 import { comparedName, comparedTable, MAX_EXACT, paintDifference, Side, signedColour, totalVariation } from "./compare_side.js";
 import { h, replace } from "./dom.js";
 import { firstHead, headName, labelOf, meaningOf, mostSimilar, sharesOf, similarityMeaning, statisticsOf, textChoosers } from "./heads.js";
 import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
-import { headChooser } from "./shell.js";
+import { headChooser, profileChooser } from "./shell.js";
 
 const PLACE = ["source", "group", "text", "layer", "head"];
 const RIGHT = Object.fromEntries(PLACE.map((key) => [key, `b${key}`]));
@@ -174,7 +174,7 @@ class Compare {
     return h("div", { class: "compare-side", role: "group", "aria-label": `Side ${name}` },
       h("div", { class: "compare-choosers" },
         markOf(name),
-        ready.length > 1 ? chooser("Profile", `${name}-source`, at.source, ready.map((one) => [one.id, one.name]), goSource) : h("strong", { class: "context-name" }, source.name),
+        profileChooser(ready, at.source, goSource, `${name}-source`),
         headChooser(group, at.layer, at.head, go, name)),
       choosers.length ? h("div", { class: "compare-choosers" }, choosers) : null,
       h("p", { class: "goes" }, goesTo, h("small", {}, lengthWords(view))));

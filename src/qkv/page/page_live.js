@@ -1,5 +1,6 @@
 // Live: edit the normalizer or temperature of chosen heads, and see the effect on a text while typing.
 
+import { textField } from "./charts.js";
 import { bytesOf } from "./data.js";
 import { h } from "./dom.js";
 import { editWords, headlineOf, isHead, nextBars, nextRows, quoted, sampledRows, SHOWN } from "./live_words.js";
@@ -34,8 +35,8 @@ class LivePage {
       onstep: () => this.#stepped(),
       onend: () => this.#generated(),
       ontemperature: () => this.#writeAddress(),
-      onundo: () => { this.#parts.text.value = this.#writing.text; this.#writeAddress(); this.#ask(); },
-      ontrouble: (sentence) => this.#showTrouble(sentence),
+      onundo: () => { this.#parts.field.value = this.#writing.text; this.#writeAddress(); this.#ask(); },
+      ontrouble: (sentence) => this.#parts.tell(sentence),
     });
     this.#heads = new LiveHeads(this.#live, {
       onshow: (another) => { this.#writeAddress(); if (another && !this.#writing.playing) this.#ask(); },
@@ -46,12 +47,9 @@ class LivePage {
 
   #build(root) {
     const live = this.#live;
-    const text = h("textarea", {
-      id: "live-text", class: "live-text", rows: 5, spellcheck: "false", autocomplete: "off", autocapitalize: "off", maxlength: live.most_characters,
-      "aria-describedby": "live-trouble", oninput: () => this.#typed(),
-    });
+    const input = textField("live", { rows: 5, maxlength: live.most_characters, oninput: () => this.#typed() });
     const parts = (this.#parts = {
-      text, trouble: h("p", { id: "live-trouble", class: "live-trouble", role: "status", hidden: true }),
+      ...input,
       headline: h("p", { class: "live-headline" }), likeliest: h("p", { class: "note" }), next: h("div", { class: "live-next" }), maps: h("div", { class: "live-maps" }),
     });
     parts.effect = h("div", { class: "live-column live-effect" }, h("h2", {}, "The next token"), parts.headline, parts.likeliest, parts.next);
@@ -59,7 +57,7 @@ class LivePage {
     root.append(
       h("div", { class: "live-column" },
         h("label", { for: "live-text", class: "live-label" }, h("h2", {}, "Text"), h("small", {}, `${live.model} reads the text as you type, at most ${live.most_tokens} tokens`)),
-        text, parts.trouble, this.#writing.element, this.#tokens.element),
+        input.field, input.trouble, this.#writing.element, this.#tokens.element),
       this.#heads.element,
       parts.effect,
       parts.maps,
@@ -73,7 +71,7 @@ class LivePage {
     if (writing.text === null || (changed.has("prompt") && text !== writing.text)) {
       writing.halt();
       writing.set(text);
-      this.#parts.text.value = text;
+      this.#parts.field.value = text;
       outdated = true;
     }
     if (edits !== heads.code) {
@@ -114,19 +112,19 @@ class LivePage {
     const writing = this.#writing, { text, ids } = writing, at = this.#heads.shown, edited = this.#heads.edits.size > 0;
     writing.halt();
     this.#cancel();
-    if (!text) return this.#showTrouble("Type some text for the model to read.");
+    if (!text) return this.#parts.tell("Type some text for the model to read.");
     const request = (this.#request = new AbortController());
     try {
-      const answer = await this.#app.post("/api/live", { ...this.#body(), text, ...(ids ? { ids } : {}) }, { signal: request.signal });
+      const answer = await this.#app.request("/api/live", { body: { ...this.#body(), text, ...(ids ? { ids } : {}) }, signal: request.signal });
       if (request.signal.aborted) return;
       const maps = [answer.before, answer.after].map(({ map }) => new Float32Array(bytesOf(map).buffer));
       this.#answer = { ...answer, at, text, edited, maps };
       if (!keepStep) writing.step = null;
-      this.#showTrouble("");
+      this.#parts.tell("");
       this.#draw();
       if (!keepStep) this.#app.announce([this.#parts.headline, this.#parts.likeliest].map((part) => part.textContent).join(" "));
     } catch (error) {
-      if (error.name !== "AbortError") this.#showTrouble(error.message);
+      if (error.name !== "AbortError") this.#parts.tell(error.message);
     } finally {
       if (this.#request === request) this.#request = null;
     }
@@ -138,18 +136,10 @@ class LivePage {
     this.#request?.abort();
   }
 
-  /** Show a sentence at the text field that says why there is no new answer; an empty one hides it. */
-  #showTrouble(sentence) {
-    const { trouble, text } = this.#parts;
-    trouble.textContent = sentence;
-    trouble.hidden = !sentence;
-    text.setAttribute("aria-invalid", sentence ? "true" : "false");
-  }
-
   #typed() {
     this.#writing.halt();
     this.#cancel();
-    this.#writing.set(this.#parts.text.value);
+    this.#writing.set(this.#parts.field.value);
     this.#timer = later(() => { this.#writeAddress(); this.#ask(); }, PAUSE);
   }
 
@@ -162,10 +152,10 @@ class LivePage {
 
   /** A token was generated. */
   #stepped() {
-    const { text } = this.#parts;
-    text.value = this.#writing.text;
-    text.scrollTop = text.scrollHeight;
-    this.#showTrouble("");
+    const { field } = this.#parts;
+    field.value = this.#writing.text;
+    field.scrollTop = field.scrollHeight;
+    this.#parts.tell("");
     this.#drawTokens();
     this.#drawNext();
   }

@@ -33,7 +33,7 @@ export function mount(root, app) {
   async function intervene(normalizer) {
     for (const button of controls.querySelectorAll("button")) button.disabled = true;
     try {
-      const { id } = await app.post("/api/interventions", { source: app.state.source, normalizer }, { signal: stop.signal });
+      const { id } = await app.request("/api/interventions", { body: { source: app.state.source, normalizer }, signal: stop.signal });
       await app.refresh();
       app.go({ after: id });
     } catch (error) {

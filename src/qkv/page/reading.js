@@ -80,7 +80,8 @@ export class Reading {
       view.queries ? null : leaveSwitch(this.leave, (leave) => { this.leave = leave; this.update(); }),
       legend({ low: percent(low), high: percent(high), note: "share, logarithmic" }));
     replace(this.strip, this.layers(curves, view, group));
-    replace(this.asker, view.queries && this.exact ? this.queries(view.queries) : null);
+    replace(this.asker, view.queries && this.exact ? h("label", { class: "asker" }, "Query ",
+      selectFrom("asker", this.query, [[null, "all queries"], ...view.queries.map((token, at) => [at, `${at} ${named(token)}`])], (at) => this.choose(at))) : null);
     this.readout.textContent = this.hint();
   }
 
@@ -134,11 +135,6 @@ export class Reading {
     this.frame();
     const height = Math.min(this.flow.space.offsetHeight + 20, TALL);
     if (this.pane.offsetHeight !== height) nextFrame(() => { this.pane.style.height = `${height}px`; });
-  }
-
-  /** For cross-attention: choose the query whose weights shade the keys. */
-  queries(tokens) {
-    return h("label", { class: "asker" }, "Query ", selectFrom("asker", this.query, [[null, "all queries"], ...tokens.map((token, at) => [at, `${at} ${named(token)}`])], (at) => this.choose(at)));
   }
 
   /** The attention received in each layer along the whole text; a click scrolls the text there. */

@@ -157,11 +157,7 @@ function headTable() {
   const order = columns.entropy.map((_, index) => index);
   if (state.sort === "type") order.splice(0, order.length, ...bestOfTypes(g));
   else if (state.sort === "head") { if (state.descending) order.reverse(); }
-  else order.sort((a, b) => {
-    const [x, y] = [columns[state.sort][a], columns[state.sort][b]];
-    if (x === null || y === null) return (x === null) - (y === null) || a - b; // heads without this value come last
-    return (state.descending ? y - x : x - y) || a - b;
-  });
+  else order.splice(0, order.length, ...largestFirst(order, columns[state.sort].map((x) => (x === null || state.descending ? x : -x)))); // heads without this value come last
   const heading = (name, label) => h("th", { scope: "col", "aria-sort": state.sort === name ? (state.descending ? "descending" : "ascending") : "none" },
     h("button", { type: "button", "data-key": `sort-${name}`, onclick: () => {
       state.descending = state.sort === name ? !state.descending : name !== "head";

@@ -65,14 +65,7 @@ export class Shell {
     const name = page.profile && session.sources.find(({ id }) => id === state.source)?.name;
     document.title = [page.title, group && headName(group, state.layer, state.head), name, "qkv"].filter(Boolean).join(" · ");
     bar.hidden = !page.context || !session.sources.length;
-    if (!bar.hidden) replace(bar, this.#sourceChooser(), ...(source ? this.#within(source.page) : []));
-  }
-
-  #sourceChooser() {
-    const { state, session } = this.#app;
-    if (session.sources.length === 1) return h("strong", { class: "context-name" }, session.sources[0].name);
-    return chooser("Profile", "source", state.source, session.sources.map((source) => [source.id, source.state === "ready" ? source.name : `${source.name} (${source.state})`]),
-      (source) => this.#app.go({ source }));
+    if (!bar.hidden) replace(bar, profileChooser(session.sources, state.source, (chosen) => app.go({ source: chosen })), ...(source ? this.#within(source.page) : []));
   }
 
   #within(page) {
@@ -183,6 +176,11 @@ export class Shell {
     }
   }
 }
+
+/** A list to choose a profile from; its name, if there is only one. */
+export const profileChooser = (sources, chosen, onchoose, key = "source") => (sources.length > 1
+  ? chooser("Profile", key, chosen, sources.map(({ id, name, state }) => [id, state === "ready" ? name : `${name} (${state})`]), onchoose)
+  : h("strong", { class: "context-name" }, sources[0].name));
 
 /** "‹ L 3 · H 7 ›": two selects between two buttons. `prefix` makes the focus keys of several choosers unique. */
 export function headChooser(group, layer, head, onselect, prefix = "") {

@@ -56,3 +56,15 @@ export const nextFrame = (act) => scheduled((run) => requestAnimationFrame(run),
 
 /** Cancel what `later` or `nextFrame` has begun, if anything. */
 export const cancel = (pending) => pending?.();
+
+/** What was loaded, by its id. */
+export class Loads extends Map {
+  /** What `load(id)` gives, loaded once; what failed may be loaded again. */
+  once(id, load) {
+    if (!this.has(id)) {
+      this.set(id, load(id));
+      this.get(id).catch?.(() => this.delete(id));
+    }
+    return this.get(id);
+  }
+}

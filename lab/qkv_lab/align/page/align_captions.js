@@ -7,6 +7,7 @@ import { bytesOf } from "./data.js";
 import { h, replace } from "./dom.js";
 import { csvOf } from "./export.js";
 import { integer, percent } from "./numbers.js";
+import { Loads } from "./state.js";
 
 const STRIP = 9; // scenes in the strip
 const LARGE = 10, SMALL = 4; // pixels on the screen for one of a scene
@@ -15,7 +16,7 @@ const PACE = 1100; // milliseconds a word is shown while playing
 export class AlignCaptions {
   #app;
   #scenes; // number of scenes
-  #cache = new Map(); // scene → promise of its answer
+  #cache = new Loads(); // scene → promise of its answer
   #stop = new AbortController();
   #scene = null;
   #answer = null;
@@ -74,14 +75,10 @@ export class AlignCaptions {
   }
 
   #caption(scene) {
-    if (!this.#cache.has(scene)) {
-      const promise = this.#app.post("/api/caption", { scene }, { signal: this.#stop.signal }).then((answer) => ({
-        ...answer, pixels: bytesOf(answer.image),
-      }));
-      promise.catch(() => this.#cache.delete(scene));
-      this.#cache.set(scene, promise);
-    }
-    return this.#cache.get(scene);
+    return this.#cache.once(scene, async () => {
+      const answer = await this.#app.request("/api/caption", { body: { scene }, signal: this.#stop.signal });
+      return { ...answer, pixels: bytesOf(answer.image) };
+    });
   }
 
   async #open(scene, word) {

@@ -1,5 +1,7 @@
 // The models of the page, and weights of an alignment as [target][source], of one head or averaged over all heads.
 
+import { csvOf } from "./export.js";
+
 /** The models with their vocabularies, and the captioner. */
 export const alignment = (app) => app.session.pages.find(({ id }) => id === "align").data;
 
@@ -15,3 +17,10 @@ export const restOf = (row) => Math.max(1 - row.reduce((sum, weight) => sum + we
 
 /** Index of the largest weight of a row. */
 export const strongest = (row) => row.indexOf(Math.max(...row));
+
+/** An alignment as CSV: one row per output word, one column per input word with its position, because a word may occur twice. */
+export function alignCsv(answer, shown, rest) {
+  const { source, target, probability } = answer, weights = weightsOf(answer, shown);
+  return csvOf(["position", "target", "probability", ...source.map((word, s) => `${s} ${word}`), ...(rest ? ["earlier output"] : [])],
+    target.map((word, t) => [t, word, probability[t], ...weights[t], ...(rest ? [restOf(weights[t])] : [])]));
+}

@@ -1,11 +1,11 @@
 // Translation or reversal: an input field, the output of the model, and the matrix of attention weights between them.
 
-import { alignCsv } from "./align_export.js";
 import { drawHeads } from "./align_heads.js";
-import { restOf, strongest, weightsOf } from "./align_weights.js";
-import { legend } from "./charts.js";
+import { alignCsv, restOf, strongest, weightsOf } from "./align_weights.js";
+import { legend, textField } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
 import { h, replace } from "./dom.js";
+import { arrowKeys } from "./heads.js";
 import { integer, named, percent, visible } from "./numbers.js";
 import { cancel, later } from "./state.js";
 
@@ -17,7 +17,6 @@ export class AlignWords {
   #model;
   #text = null; // the text that was sent last
   #answer = null;
-  #at = [0, 0]; // the current cell: target word, source word
   #request = null; // AbortController
   #timer = null;
   #parts;
@@ -26,12 +25,12 @@ export class AlignWords {
     this.#app = app;
     this.#model = model;
     const reversal = model.kind === "reversal";
-    const field = h("textarea", {
-      id: "align-text", class: "align-text", rows: reversal ? 1 : 2, spellcheck: "false", autocomplete: "off", autocapitalize: "off", maxlength: 400,
-      "aria-describedby": "align-trouble align-about", oninput: () => this.#typed(), onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); this.#send(); } },
+    const input = textField("align", {
+      rows: reversal ? 1 : 2, maxlength: 400, described: "align-about",
+      oninput: () => this.#typed(), onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); this.#send(); } },
     });
     this.#parts = {
-      field, trouble: h("p", { id: "align-trouble", class: "align-trouble", role: "status", hidden: true }),
+      ...input,
       hints: h("div", { class: "align-hints", role: "group", "aria-label": "Words the model knows" }),
       output: h("p", { class: "align-output" }), heads: h("div", { class: "align-heads" }), matrix: h("div", { class: "align-scroll" }),
       readout: h("output", { class: "readout", "aria-live": "polite" }), title: h("figcaption", {}),
@@ -39,8 +38,7 @@ export class AlignWords {
     root.append(h("div", { class: "align-columns" },
       h("div", { class: "align-side" },
         h("div", { class: "align-label" }, h("label", { for: "align-text" }, h("h2", {}, reversal ? "Symbols" : "English sentence")), h("button", { type: "button", class: "link", onclick: () => this.#example() }, "Example")),
-        field,
-        this.#parts.trouble,
+        input.field, input.trouble,
         h("p", { class: "note", id: "align-about" }, reversal
           ? `${model.name} was trained to reverse six symbols: for each output symbol, a head has to attend to the mirrored position.`
           : `${model.name} knows ${integer(model.words.length)} English words, from a small grammar; it uses Bahdanau attention.`),
@@ -85,26 +83,18 @@ export class AlignWords {
   async #ask(text) {
     this.#text = text;
     this.#request?.abort();
-    if (!text.trim()) return this.#showTrouble("Type at least one word.");
+    if (!text.trim()) return this.#parts.tell("Type at least one word.");
     const request = (this.#request = new AbortController());
     try {
-      const answer = await this.#app.post("/api/align", { model: this.#model.name, text }, { signal: request.signal });
+      const answer = await this.#app.request("/api/align", { body: { model: this.#model.name, text }, signal: request.signal });
       if (request.signal.aborted) return;
       this.#answer = answer;
-      this.#at = [0, 0];
-      this.#showTrouble("");
+      this.#parts.tell("");
       this.draw();
       this.#app.announce(`${this.#parts.output.textContent}`);
     } catch (error) {
-      if (error.name !== "AbortError") this.#showTrouble(error.message);
+      if (error.name !== "AbortError") this.#parts.tell(error.message);
     }
-  }
-
-  #showTrouble(sentence) {
-    const { trouble, field } = this.#parts;
-    trouble.textContent = sentence;
-    trouble.hidden = !sentence;
-    field.setAttribute("aria-invalid", sentence ? "true" : "false");
   }
 
   /** Vocabulary words that complete what is typed; a click inserts one. */
@@ -134,7 +124,7 @@ export class AlignWords {
     if (!this.#answer) return;
     const { output, matrix, title, readout } = this.#parts, { source, target, probability, layers, heads } = this.#answer;
     const shown = this.#shown, weights = weightsOf(this.#answer, shown), several = layers * heads > 1;
-    output.replaceChildren(...target.flatMap((word, t) => [h("span", { class: "align-target", "data-tip": `“${word}”\nprobability ${percent(probability[t])}`, onpointerenter: () => this.#show(t, strongest(weights[t])) }, word), " "]));
+    output.replaceChildren(...target.flatMap((word, t) => [h("span", { class: "align-target", "data-tip": `“${word}”\nprobability ${percent(probability[t])}`, onpointerenter: () => this.#readout([t, strongest(weights[t])]) }, word), " "]));
     if (several) drawHeads(this.#parts.heads, this.#answer, shown, (chosen) => this.#app.go({ look: chosen }, { replace: true }));
     if (!target.length) {
       output.textContent = "The output is empty.";
@@ -152,22 +142,23 @@ export class AlignWords {
     const cell = (t, s) => {
       const weight = weights[t][s], colour = ramp(weight);
       return h("button", {
-        type: "button", role: "gridcell", class: "align-cell", "data-key": `${t}.${s}`, tabindex: t === this.#at[0] && s === this.#at[1] ? 0 : -1,
+        type: "button", role: "gridcell", class: "align-cell", "data-key": `${t}.${s}`, tabindex: t + s ? -1 : 0, "data-layer": t, "data-head": s,
         style: { background: css(colour), color: inkOn(colour) }, "aria-label": `${target[t]}, ${source[s]}: ${percent(weight)}`,
-        onpointerenter: () => this.#show(t, s), onfocus: () => this.#show(t, s),
+        onpointerenter: () => this.#readout([t, s]), onfocus: () => this.#readout([t, s]),
       }, weight >= 0.045 ? String(Math.round(100 * weight)) : "");
     };
     const names = source.map((word, s) => h("span", { class: "align-column", role: "columnheader", "data-column": s }, h("bdi", {}, word)));
     replace(matrix, h("div", {
       class: `align-grid${upright ? " align-upright" : ""}${compact ? " align-compact" : ""}`, role: "grid", "aria-label": `${where}. Arrow keys move between cells.`,
       style: { "grid-template-columns": `minmax(${compact ? 40 : 84}px, max-content) repeat(${source.length}, ${size}px)${rest ? ` ${Math.max(1.7 * size, 56)}px` : ""}`, "grid-auto-rows": `${Math.max(Math.min(size, 44), 30)}px` },
-      onkeydown: (event) => this.#key(event), onpointerleave: () => this.#readout(null),
+      onpointerleave: () => this.#readout(null),
     },
       h("div", { class: "row", role: "row" }, h("span", { role: "presentation" }), names, rest ? h("span", { class: "align-column align-rest", role: "columnheader" }, h("bdi", {}, "earlier output")) : null),
       target.map((word, t) => h("div", { class: "row", role: "row" },
         h("span", { class: "align-row", role: "rowheader", "data-row": t }, h("bdi", {}, word), h("small", {}, percent(probability[t]))),
         source.map((_, s) => cell(t, s)),
         rest ? this.#restCell(weights[t]) : null))));
+    arrowKeys(matrix.firstChild, (next) => { for (const one of matrix.querySelectorAll("[data-layer]")) one.tabIndex = one === next ? 0 : -1; next.focus(); });
     this.#readout(null);
     readout.textContent = `Point at a cell, or focus the matrix and use the arrow keys. ${compact ? "" : `Beside each output ${thing}: its probability.`}`;
   }
@@ -175,11 +166,6 @@ export class AlignWords {
   #restCell(row) {
     const rest = restOf(row), colour = ramp(rest);
     return h("span", { class: "align-cell align-rest", role: "gridcell", style: { background: css(colour), color: inkOn(colour) }, "data-tip": `on earlier output symbols\n${percent(rest)}` }, rest >= 0.045 ? String(Math.round(100 * rest)) : "");
-  }
-
-  #show(t, s) {
-    this.#at = [t, s];
-    this.#readout([t, s]);
   }
 
   #readout(at) {
@@ -190,18 +176,6 @@ export class AlignWords {
     matrix.querySelector(`[data-row="${t}"]`)?.classList.add("align-lit");
     matrix.querySelector(`[data-column="${s}"]`)?.classList.add("align-lit");
     readout.replaceChildren("“", h("b", {}, named(target[t])), `” (probability ${percent(probability[t])}) attends to “`, h("b", {}, named(source[s])), "” with weight ", h("b", {}, percent(weightsOf(this.#answer, this.#shown)[t][s])), ".");
-  }
-
-  #key(event) {
-    const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
-    if (!move) return;
-    event.preventDefault();
-    const { source, target } = this.#answer, { matrix } = this.#parts;
-    const t = Math.min(Math.max(this.#at[0] + move[0], 0), target.length - 1), s = Math.min(Math.max(this.#at[1] + move[1], 0), source.length - 1);
-    matrix.querySelector("[tabindex='0']")?.setAttribute("tabindex", -1);
-    const next = matrix.querySelector(`[data-key="${t}.${s}"]`);
-    next.setAttribute("tabindex", 0);
-    next.focus();
   }
 
   picture() {
