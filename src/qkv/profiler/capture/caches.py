@@ -50,16 +50,18 @@ class Stored:
 
 def stored(cache: Any) -> dict[int, Stored]:
     """The layers of a cache of transformers, or of the state of one of qkv's models, that hold keys."""
-    found = {}
+    layers = {}
     for i, layer in enumerate(getattr(getattr(cache, "self_attention_cache", cache), "layers", ())):
         keys = getattr(layer, "keys", None)
         if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel() and (length := int(layer.get_seq_length())):
             window = getattr(layer, "sliding_window", getattr(layer, "max_cache_len", length + 1))
-            found[i] = Stored(keys, keys[:, :, :length], length, keeps(layer), min(length, window - 1))
-    for i, one in enumerate(getattr(cache, "caches", ())):
-        if (keys := one._buffers.get("keys")) is not None and one.seen:
-            found[i] = Stored(keys, keys[:, :, : one._stop], one.seen, keeps(one), one.seen if keeps(one) else 0)
-    return found
+            layers[i] = Stored(keys, keys[:, :, :length], length, keeps(layer), min(length, window - 1))
+    for i, layer in enumerate(getattr(cache, "caches", ())):
+        if (keys := layer._buffers.get("keys")) is not None and layer.seen:
+            layers[i] = Stored(
+                keys, keys[:, :, : layer._stop], layer.seen, keeps(layer), layer.seen if keeps(layer) else 0
+            )
+    return layers
 
 
 def is_known(cache: Any) -> bool:
@@ -117,17 +119,17 @@ def located(
         old, order, first = old.gather(2, at), at, 0
     sorted_, by = old.sort(-1)
     items, places = [], []
-    for i, one in enumerate(new):
+    for i, hashes in enumerate(new):
         likely = sorted(range(len(old)), key=lambda j: j != i)
         place = None
         for j in likely:
-            if torch.equal(one, old[j, :, first : first + m]):
+            if torch.equal(hashes, old[j, :, first : first + m]):
                 place = order[j, :, first : first + m]
                 break
         for j in likely if place is None else ():
-            found = torch.searchsorted(sorted_[j], one).clamp(max=old.shape[2] - 1)
-            if torch.equal(sorted_[j].gather(-1, found), one):
-                place = order[j].gather(-1, by[j].gather(-1, found))
+            nearest = torch.searchsorted(sorted_[j], hashes).clamp(max=old.shape[2] - 1)
+            if torch.equal(sorted_[j].gather(-1, nearest), hashes):
+                place = order[j].gather(-1, by[j].gather(-1, nearest))
                 of_text = [x if real is None else x[real[j].to(x.device)[x]] for x in place]
                 if any(len(x.unique()) < len(x) for x in of_text):
                     raise InputError(

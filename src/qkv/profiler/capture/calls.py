@@ -118,7 +118,7 @@ def multi_head_call(*args: Any, **kwargs: Any) -> Call | None:
     q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, shifts, strict=True))
     batch = q.shape[1]
     if a["bias_k"] is not None:
-        k, v = (torch.cat([x, one.expand(1, batch, -1)]) for x, one in ((k, a["bias_k"]), (v, a["bias_v"])))
+        k, v = (torch.cat([x, row.expand(1, batch, -1)]) for x, row in ((k, a["bias_k"]), (v, a["bias_v"])))
     if a["add_zero_attn"]:
         k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
     q, k, v = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
@@ -156,7 +156,7 @@ def fast_path_call(
         length: the number of tokens to which a nested input is padded; as many as it has if None.
     """
     if x.is_nested:
-        lengths = torch.tensor([len(one) for one in x.unbind()], device=x.device)
+        lengths = torch.tensor([len(item) for item in x.unbind()], device=x.device)
         length = int(lengths.max()) if length is None else length
         x = x.to_padded_tensor(0.0, (len(lengths), length, x.size(2)))
         padding = torch.arange(length, device=x.device) >= lengths[:, None]
@@ -164,7 +164,7 @@ def fast_path_call(
     if isinstance(module, nn.TransformerEncoderLayer):
         norm = module.norm1
         x = F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps) if module.norm_first else x
-    mask, padding = (None if one is None else one != 0 for one in (mask, padding))
+    mask, padding = (None if item is None else item != 0 for item in (mask, padding))
     x, given = x.transpose(0, 1), {"attn_mask": mask, "key_padding_mask": padding, "training": False}
     args = (
         x, x, x, attention.embed_dim, attention.num_heads, attention.in_proj_weight, attention.in_proj_bias, None, None,

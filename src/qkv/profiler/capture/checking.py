@@ -173,16 +173,18 @@ class Checks(list[Checked]):
         """Compare some rows of the model's first call with the function that the model would have called."""
         if self:
             return
-        for one in (self.functions.get(id(module)), eager_of(module)):
-            if one is None or name_of(one).rpartition(".")[2] not in EAGER_NAMES:  # needs a card, or another mask
+        for function in (self.functions.get(id(module)), eager_of(module)):
+            if (
+                function is None or name_of(function).rpartition(".")[2] not in EAGER_NAMES
+            ):  # needs a card, or another mask
                 continue
-            if name_of(one) not in self.known:
+            if name_of(function) not in self.known:
                 with unwatched(), serving(None):
-                    checked = check_rows(module, name, one, call, out, attention_mask, arguments)
+                    checked = check_rows(module, name, function, call, out, attention_mask, arguments)
                 if checked is None:
                     continue
-                self.known[name_of(one)] = checked
-            self.append(self.known[name_of(one)])
+                self.known[name_of(function)] = checked
+            self.append(self.known[name_of(function)])
             return
 
     def of_torch(self, name: str, own: Callable[[], Tensor], result: Result) -> None:
@@ -289,7 +291,7 @@ def returned(model: nn.Module, recorded: Inputs, modules: list[str], observed: s
         outputs = model(*args, **kwargs | {"output_attentions": True})
     except (TypeError, ValueError):  # the model cannot return weights; its modules are reported as unobserved
         return {}
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     kinds = {name: group_of_module(name, model) for name in modules}
     for key, group in RETURNED.items():
         names = [name for name in modules if kinds[name] in group]
@@ -298,5 +300,5 @@ def returned(model: nn.Module, recorded: Inputs, modules: list[str], observed: s
             shapes = [w.shape for w in weights if isinstance(w, Tensor) and w.ndim == 4 and are_distributions(w)]
             square = key != "cross_attentions"
             if len(shapes) == len(names) and not (square and any(shape[2] != shape[3] for shape in shapes)):
-                found |= dict(zip(names, weights, strict=True))
-    return found
+                by_name |= dict(zip(names, weights, strict=True))
+    return by_name

@@ -65,12 +65,12 @@ def calls_of(
         on_call: callback with the name of every module that attends, at the time of its call.
     """
     wanted = None if layers is None else set(layers)
-    found: list[ObservedCall] = []
+    calls: list[ObservedCall] = []
 
     def collect(observed: ObservedCall) -> None:
         if group is None or observed.group == group:
-            found.append(observed)
-        if wanted is not None and group is not None and {s.layer for s in found} >= wanted:
+            calls.append(observed)
+        if wanted is not None and group is not None and {s.layer for s in calls} >= wanted:
             raise _AllCollected
 
     observer = Observer(model, layers, collecting(collect), sequences=sequences_of(model, batch), on_call=on_call)
@@ -79,14 +79,14 @@ def calls_of(
             model(**batch)
     except _AllCollected:
         pass
-    missing = sorted((wanted or set()) - {s.layer for s in found})
-    if not found or missing:
+    missing = sorted((wanted or set()) - {s.layer for s in calls})
+    if not calls or missing:
         of_kind = f" of the kind {group!r}" if group else ""
         name, known = type(model).__name__, observer.numbers.known
         if missing:
             raise InputError(f"layers has {missing[0]}{of_kind}, expected {known}, the attention layers of {name}")
         raise InputError(f"model {name} has no attention{of_kind} that qkv can observe; it has layers {known}")
-    return observer.numbers.in_order(found)
+    return observer.numbers.in_order(calls)
 
 
 def without_values(observed: ObservedCall) -> ObservedCall:
@@ -120,7 +120,7 @@ def datasets(
             arrays = _arrays(records, tokens, local_window, run.statistics)
             arrays.variables.update(_of_probes(records, probed or {}))
             parts.setdefault(group, []).append(arrays)
-    return {group: joined(found) for group, found in parts.items()}
+    return {group: joined(of_group) for group, of_group in parts.items()}
 
 
 def grouped(layers: list[Any]) -> dict[str, list[Any]]:
@@ -149,14 +149,14 @@ def _arrays(records: list[Record], tokens: Tokens, local_window: int, statistics
         x = torch.stack([v.float().cpu() for v in values], 1).numpy()
         for axis, keep in enumerate(real, start=x.ndim - len(real)):
             if not keep.all():
-                x = np.stack([_packed(one, axis - 1, k) for one, k in zip(x, keep, strict=True)])
+                x = np.stack([_packed(text, axis - 1, k) for text, k in zip(x, keep, strict=True)])
         return x
 
     real = {"query": real_q, "key": real_k}
     variables: dict[str, Any] = {}
     for name, about in (VARIABLES | {x.name: Variable.of(x) for x in statistics}).items():
-        dims, found = about.dims, [_found(record, name) for record in records]
-        measured = [x is not None for x in found]
+        dims, by_layer = about.dims, [_found(record, name) for record in records]
+        measured = [x is not None for x in by_layer]
         some = about.always or (name == "sink_mass" and any(measured))
         if dims == HEAD or not (some or all(measured)):
             continue
@@ -164,7 +164,7 @@ def _arrays(records: list[Record], tokens: Tokens, local_window: int, statistics
             continue  # bins are of positions and would mix padding with real tokens
         # Missing are the log-sum-exp of other normalizers, and the null key of layers that have none.
         missing = torch.full_like(first.statistics.entropy, 0 if name == "sink_mass" else torch.nan)
-        values = stack([missing if x is None else x for x in found], *[real[d] for d in dims if d in real])
+        values = stack([missing if x is None else x for x in by_layer], *[real[d] for d in dims if d in real])
         if cross and about.one_text:
             values = values * np.nan
         if name == "prefix_sink_scores":
@@ -214,7 +214,7 @@ def _of_probes(records: list[Record], probed: Probed) -> dict[str, tuple[Any, ..
     """The scores of the heads of these layers; NaN at layers that were not probed."""
     layers = [probed.get((record.module, record.layer), {}) for record in records]
     missing = torch.full((records[0].shape[1],), torch.nan)
-    rows = {name: [one.get(name, missing).float().cpu() for one in layers] for scores in layers for name in scores}
+    rows = {name: [layer.get(name, missing).float().cpu() for layer in layers] for scores in layers for name in scores}
     return {name: (VARIABLES[name].dims, torch.stack(x).numpy(), VARIABLES[name].attrs) for name, x in rows.items()}
 
 
@@ -271,7 +271,7 @@ def joined(parts: Sequence[Arrays]) -> xr.Dataset:
     first = parts[0]
     for part in parts[1:]:
         if "module" in part.coords and list(part.coords["module"][1]) != list(first.coords["module"][1]):
-            have = [", ".join(map(str, one.coords["layer"][1])) for one in (first, part)]
+            have = [", ".join(map(str, run.coords["layer"][1])) for run in (first, part)]
             raise InputError(
                 f"model attends in layers {have[0]} of the group for one text, and in {have[1]} for another; expected "
                 "the same layers, or a profile of each"
@@ -289,7 +289,7 @@ def joined(parts: Sequence[Arrays]) -> xr.Dataset:
         return dims, np.concatenate(padded), *attrs
 
     variables, coords = (
-        {name: whole([one[name] for one in all_]) for name in all_[0] if all(name in one for one in all_)}
+        {name: whole([run[name] for run in all_]) for name in all_[0] if all(name in run for run in all_)}
         for all_ in ([part.variables for part in parts], [part.coords for part in parts])
     )
     attrs = dict(first.attrs)

@@ -130,11 +130,11 @@ def arguments_of(
     if not isinstance(module, nn.Module):  # a method that counts as a forward
         return dict(named)
     signature = signature_of(module)
-    found = dict(signature.bind_partial(*args, **named).arguments)
+    arguments = dict(signature.bind_partial(*args, **named).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found |= found.pop(name, {})
-    return found
+            arguments |= arguments.pop(name, {})
+    return arguments
 
 
 def sequences_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Sequences:
@@ -199,9 +199,9 @@ def device_of(model: nn.Module) -> torch.device | None:
     Weights that accelerate offloads are on the meta device until they are used; then its hook says where that is.
     """
     hooks = (vars(module).get("_hf_hook") for module in model.modules())
-    found = next((d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None), None)
-    if found is not None:
-        return torch.device("cuda", found) if isinstance(found, int) else torch.device(found)
+    hooked = next((d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None), None)
+    if hooked is not None:
+        return torch.device("cuda", hooked) if isinstance(hooked, int) else torch.device(hooked)
     devices = (x.device for x in model.parameters())
     first = next(devices, None)
     return first if first is None or first.type != "meta" else next((d for d in devices if d.type != "meta"), first)
@@ -318,10 +318,10 @@ def signature_of(model: nn.Module) -> inspect.Signature:
 
     Such a wrapper takes ``*args, **kwargs``, or says that it takes the parameters of the unbound method.
     """
-    found = inspect.signature(model.forward)
-    named = [p.name for p in found.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    signature = inspect.signature(model.forward)
+    named = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     hidden = "forward" in vars(model) and named[:1] in ([], ["self"])
-    return inspect.signature(type(model).forward.__get__(model)) if hidden else found
+    return inspect.signature(type(model).forward.__get__(model)) if hidden else signature
 
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -424,7 +424,7 @@ def _text(tokenizer: Any, token: int, piece: str) -> str:
         text = str(tokenizer.decode([token], **({"clean_up_tokenization_spaces": False} if as_it_is else {})))
         if "\N{REPLACEMENT CHARACTER}" in text and all(character in _BYTES for character in piece):
             escaped = bytes(_BYTES[character] for character in piece).decode(errors="backslashreplace")
-            return re.sub(r"\\x(..)", lambda found: f"<0x{found[1].upper()}>", escaped)
+            return re.sub(r"\\x(..)", lambda match: f"<0x{match[1].upper()}>", escaped)
         return text or piece
     return piece
 

@@ -39,7 +39,7 @@ from qkv.profiler.capture.interventions import ACTIVE
 from qkv.profiler.capture.modules import is_attention
 from qkv.profiler.capture.receiver import Receiver
 from qkv.profiler.capture.record import served, weights_of
-from qkv.profiler.capture.tracing import FEATURES, UNKNOWN, Found, Tracer, call_of
+from qkv.profiler.capture.tracing import FEATURES, UNKNOWN, Tracer, WeightedSum, call_of
 
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
 FAST_PATHS = {
@@ -274,37 +274,37 @@ class Intercept(TorchFunctionMode):
             self.refused.add(name)
             self.waiting = [part for part in self.waiting if part[0].name != name]
 
-    def _attends(self, found: Found) -> None:
+    def _attends(self, weighted: WeightedSum) -> None:
         """Weights are multiplied with values. Parts of the queries that follow one another are one call."""
-        softmax, module = found.note.softmax, self._module()
+        softmax, module = weighted.note.softmax, self._module()
         module = module if softmax is None or module is None or softmax.module is None else softmax.module
         if module is None or (name := self.names[id(module)]) in self.refused:
             return
         batches = set().union(*(first for first, _ in self.sizes))
         sizes = set().union(*(all_ for _, all_ in self.sizes))
-        call = call_of(found, batches, sizes, self._heads(module))
+        call = call_of(weighted, batches, sizes, self._heads(module))
         if isinstance(call, str):
             self._cannot_read(call, module)
             return
-        values = found.values.movedim(found.values_keys, 0).detach()
-        one = Waiting(name, call, values, sizes)
+        values = weighted.values.movedim(weighted.values_keys, 0).detach()
+        piece = Waiting(name, call, values, sizes)
         if self.waiting and self.waiting[-1][0].name != name:
             self._deliver()
-        if self.waiting and one.continues(self.waiting[-1][-1]):
-            self.waiting[-1].append(one)
+        if self.waiting and piece.continues(self.waiting[-1][-1]):
+            self.waiting[-1].append(piece)
         else:
-            self.waiting.append([one])
+            self.waiting.append([piece])
 
     def _deliver(self) -> None:
         """Report the calls of the module that attended last."""
         waiting, self.waiting = self.waiting, []
         calls = list[Call]()
         for part in waiting:
-            total = sum(one.call.q.shape[2] for one in part)
+            total = sum(piece.call.q.shape[2] for piece in part)
             if len(part) > 1 and total in part[0].sizes:
-                calls.append(chunked([one.call for one in part]))
-            elif len(part) == 1 or (total == len(part) and len({one.call.k.shape[2] for one in part}) == 1):
-                calls += [one.call for one in part]  # of several, each is a step of a decoder
+                calls.append(chunked([piece.call for piece in part]))
+            elif len(part) == 1 or (total == len(part) and len({piece.call.k.shape[2] for piece in part}) == 1):
+                calls += [piece.call for piece in part]  # of several, each is a step of a decoder
             else:
                 total = -1
             if total < 0 or (len(waiting) > 1 and total not in part[0].sizes):

@@ -116,16 +116,16 @@ def applied(
     heads = call.q.shape[1]
     whole = call.q.shape[2] >= call.k.shape[2]
     for edits in ACTIVE.get(model, ()):
-        found = edits.of(module, group, layer)
+        head_edits = edits.of(module, group, layer)
         if group in SELF and edits.modules:
             edits.newest = layer, call, place
-        if found and not editable:
+        if head_edits and not editable:
             raise InputError(
                 f"edits has {module}, which forms its weights itself, so that its heads cannot be edited; expected "
                 "attention of qkv, of transformers' attention interface, of torch's scaled_dot_product_attention or of "
                 "nn.MultiheadAttention"
             )
-        for number, edit in found.items():
+        for number, edit in head_edits.items():
             if not 0 <= number < heads:
                 raise InputError(f"edits has head {number} of {module}, expected 0 to {heads - 1}")
             before = changed[number].changed if number in changed else None
@@ -145,8 +145,8 @@ def applied(
             return functools.reduce(lambda all_, n: with_head(all_, columns[n], n), columns, x)
         return _with_columns(x, {n: y[:, n] for n, y in columns.items()})
 
-    made = Result(_with_columns(result.out, outputs), joined("lse"), joined("weights"), joined("statistics"))
-    return made, {number: head.changed for number, head in changed.items() if head.changed is not None}
+    edited_result = Result(_with_columns(result.out, outputs), joined("lse"), joined("weights"), joined("statistics"))
+    return edited_result, {number: head.changed for number, head in changed.items() if head.changed is not None}
 
 
 def _with_columns(x: Tensor, columns: Mapping[int, Tensor]) -> Tensor:

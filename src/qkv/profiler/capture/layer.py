@@ -75,7 +75,7 @@ class Layer:
     known: int = 0
     """Number of keys of the text so far."""
     causal: bool = True
-    made: Record | None = None
+    final: Record | None = None
     """Of a text that is not continued."""
 
     def fork(self) -> Layer:
@@ -149,10 +149,10 @@ class Layer:
 
     def keys(self, selections: Selections) -> Float[Tensor, "b hkv n d"]:
         """The keys of the text so far, in the present order of the batch."""
-        found = [p.new[0] for p in selections.present(self.pieces) if p.new is not None]
-        if not found:
+        keys = [p.new[0] for p in selections.present(self.pieces) if p.new is not None]
+        if not keys:
             raise InputError(f"the keys of {self.module} were not recorded; expected a cache that is not changed")
-        return torch.cat(found, 2)
+        return torch.cat(keys, 2)
 
     @torch.no_grad()
     def measure(self, now: Moment) -> None:
@@ -207,17 +207,17 @@ class Layer:
     @torch.no_grad()
     def record(self, now: Moment) -> Record:
         """The whole rows of the layer; queries that were not recorded are NaN."""
-        if self.made is not None:
-            return self.made
+        if self.final is not None:
+            return self.final
         copy = self.fork()  # so that more calls can follow
         copy.measure(now)
-        found = now.selections.present(copy.measured)
+        parts = now.selections.present(copy.measured)
         if self.own_keys and not now.tokens:  # a model that reads no ids, such as one of images
-            now = replace(now, tokens=found[-1].stop)
-        if len(found) == 1 and len(found[0].rows) == now.tokens:
-            return found[0].record
+            now = replace(now, tokens=parts[-1].stop)
+        if len(parts) == 1 and len(parts[0].rows) == now.tokens:
+            return parts[0].record
         keys = _padding(now.selections.present(self.pieces)) if self.own_keys else now.real
-        statistics, weights = joined(found, now, copy.known if self.own_keys else now.tokens, keys)
+        statistics, weights = joined(parts, now, copy.known if self.own_keys else now.tokens, keys)
         return self._record(statistics, {}, weights, now.real, keys)
 
 
@@ -229,24 +229,24 @@ def _padding(pieces: list[Piece]) -> Tensor | None:
 PER_KEY = ("received", "visible_queries")
 
 
-def joined(found: list[Measured], now: Moment, n_keys: int, keys: Tensor | None) -> tuple[Statistics, Tensor | None]:
+def joined(parts: list[Measured], now: Moment, n_keys: int, keys: Tensor | None) -> tuple[Statistics, Tensor | None]:
     """The statistics of all queries, and their weights if the text is short; NaN for those that no part has.
 
     Args:
-        found: the parts.
+        parts: those of the text.
         now: the text.
         n_keys: the number of its keys.
         keys: True at real keys; None if all are real.
     """
-    one, measures = found[0].record.statistics, now.measures
-    where = torch.tensor([row for part in found for row in part.rows], device=one.entropy.device)
+    first, measures = parts[0].record.statistics, now.measures
+    where = torch.tensor([row for part in parts for row in part.rows], device=first.entropy.device)
     complete = len(where) == now.tokens
     over_keys = {s.name for s in (*UNFUSED, *measures.statistics) if s.over == "key"}
 
     def by_query(values: list[Any]) -> Tensor | None:
         if any(x is None for x in values):
             return None
-        rows = [x[:, :, torch.tensor(p.rows, device=x.device) - p.start] for p, x in zip(found, values, strict=True)]
+        rows = [x[:, :, torch.tensor(p.rows, device=x.device) - p.start] for p, x in zip(parts, values, strict=True)]
         both = torch.cat([x.float() for x in rows], 2)
         return both.new_full((*both.shape[:2], now.tokens, *both.shape[3:]), torch.nan).index_copy_(2, where, both)
 
@@ -254,33 +254,33 @@ def joined(found: list[Measured], now: Moment, n_keys: int, keys: Tensor | None)
         return None if any(x is None for x in values) else sum(_padded(x, n_keys) for x in values)  # type: ignore[return-value]
 
     def value(name: str) -> Any:
-        values = [getattr(part.record.statistics, name) for part in found]
+        values = [getattr(part.record.statistics, name) for part in parts]
         if name == "thumbnail":
-            return _whole_map(found, values, now.tokens, n_keys, measures.map_bins) if complete else None
+            return _whole_map(parts, values, now.tokens, n_keys, measures.map_bins) if complete else None
         if name in ("mass", "own"):
             return {key: (by_key if key in over_keys else by_query)([v[key] for v in values]) for key in values[0]}
         if name == "prefix_sink_scores":  # of the first queries, which one part must have
             prefix = PREFIX + (0 if keys is None else int(keys.to(torch.int8).argmax(1).max()))
-            early = [(part, x) for part, x in zip(found, values, strict=True) if part.rows[0] < prefix]
+            early = [(part, x) for part, x in zip(parts, values, strict=True) if part.rows[0] < prefix]
             return early[0][1] if len(early) == 1 and early[0][0].stop >= prefix else None
         return (by_key if name in PER_KEY else by_query)(values)
 
     statistics = Statistics(**{f.name: value(f.name) for f in fields(Statistics)})
     if not complete or not measures.keeps_weights(now.tokens, n_keys):
         return statistics, None
-    weights = [part.record.weights for part in found]
+    weights = [part.record.weights for part in parts]
     return statistics, by_query([None if x is None else _padded(x, n_keys, 3) for x in weights])
 
 
 def _whole_map(
-    found: list[Measured], maps: list[Thumbnail | None], n_queries: int, n_keys: int, bins: int
+    parts: list[Measured], maps: list[Thumbnail | None], n_queries: int, n_keys: int, bins: int
 ) -> Thumbnail | None:
     """The small map of all queries from those of parts, whose bins are parts of its bins."""
     sizes = bin_size(n_queries, max(1, bins)), bin_size(n_keys, max(1, bins))
-    one = found[0].record.statistics.entropy
-    shape = *one.shape[:2], -(-n_queries // sizes[0]), -(-n_keys // sizes[1])
-    maximum, total = one.new_zeros(shape), one.new_zeros(shape)
-    for part, small in zip(found, maps, strict=True):
+    entropy = parts[0].record.statistics.entropy
+    shape = *entropy.shape[:2], -(-n_queries // sizes[0]), -(-n_keys // sizes[1])
+    maximum, total = entropy.new_zeros(shape), entropy.new_zeros(shape)
+    for part, small in zip(parts, maps, strict=True):
         if small is None:
             return None
         n = part.count, part.record.statistics.received.shape[2]

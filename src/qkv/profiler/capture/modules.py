@@ -123,9 +123,9 @@ def stack_of(names: Sequence[str]) -> str | None:
     """
     parts = [name.split(".") for name in names]
     for at in range(min(map(len, parts), default=0)):
-        before = {tuple(one[:at]) for one in parts}
-        if len(before) == 1 and all(one[at].isdecimal() for one in parts):
-            indices = {one[at] for one in parts}
+        before = {tuple(path[:at]) for path in parts}
+        if len(before) == 1 and all(path[at].isdecimal() for path in parts):
+            indices = {path[at] for path in parts}
             if len(indices) == len(parts):
                 return ".".join(*before)
     return None
@@ -138,8 +138,8 @@ def index_in(stack: str, names: Sequence[str]) -> int | None:
     (5, 2)
     """
     layer = re.compile(rf"{re.escape(stack)}{'[.]' if stack else ''}(\d+)")
-    found = [*map(layer.fullmatch, reversed(names)), layer.match(names[-1])]
-    return next((int(at[1]) for at in found if at), None)
+    matches = [*map(layer.fullmatch, reversed(names)), layer.match(names[-1])]
+    return next((int(at[1]) for at in matches if at), None)
 
 
 _CROSS = re.compile(
@@ -184,7 +184,7 @@ def group_of_module(name: str, model: nn.Module) -> str:
 def count_hidden_states(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> int:
     """How many different hidden states a module is given: queries and keys come from the same if it is one."""
     given = [*arguments_of(module, args, named).items()]
-    flat = [(name, x) for name, one in given for x in (one if isinstance(one, tuple) else (one,))]
+    flat = [(name, x) for name, value in given for x in (value if isinstance(value, tuple) else (value,))]
     states = [
         x for name, x in flat
         if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 3 and not NOT_TOKENS.search(name)
@@ -214,8 +214,8 @@ def group_of_call(
     """
     if _CROSS.search(name):
         return "cross"
-    found = _SIDE.search(f"{name}.") if two_sided else None
-    side = None if found is None else found[1]
+    match = _SIDE.search(f"{name}.") if two_sided else None
+    side = None if match is None else match[1]
     if causal:
         return "decoder" if side or sequences.two else "self"
     if n_queries != n_keys and not (states == 1 and n_queries > n_keys):
@@ -230,5 +230,5 @@ def group_of_call(
 
 def is_two_sided(names: Iterable[str]) -> bool:
     """True if some modules are called encoder and some decoder."""
-    sides = {found[1] for name in names if (found := _SIDE.search(f"{name}."))}
+    sides = {match[1] for name in names if (match := _SIDE.search(f"{name}."))}
     return len(sides) == 2

@@ -98,16 +98,16 @@ def patches_of(model: nn.Module, batch: Mapping[str, Any], processor: Any = None
     ids, image_token = batch.get("input_ids"), getattr(config, "image_token_id", None)
     if not isinstance(ids, Tensor) or image_token is None:
         raise InputError("inputs has pixel_values but no input_ids, in which the tokens of images are")
-    found = [np.flatnonzero(row) for row in (ids == image_token).cpu().numpy()]
+    placeholders = [np.flatnonzero(row) for row in (ids == image_token).cpu().numpy()]
     find, square = FAMILIES[kind]
-    images = find(config, batch, found, getattr(processor, "tokenizer", processor))
-    return {"text": _patches(found, images, ids.shape[1], _seen(processor) if square else [1.0, 1.0])}
+    images = find(config, batch, placeholders, getattr(processor, "tokenizer", processor))
+    return {"text": _patches(placeholders, images, ids.shape[1], _seen(processor) if square else [1.0, 1.0])}
 
 
-def _patches(found: list[np.ndarray], images: Images, n: int, seen: list[float] | None) -> Patches:
-    place = np.full((len(found), n, len(PLACE)), np.nan, np.float32)
-    names = [dict[int, str]() for _ in found]
-    for item, (positions, own) in enumerate(zip(found, images, strict=True)):
+def _patches(placeholders: list[np.ndarray], images: Images, n: int, seen: list[float] | None) -> Patches:
+    place = np.full((len(placeholders), n, len(PLACE)), np.nan, np.float32)
+    names = [dict[int, str]() for _ in placeholders]
+    for item, (positions, own) in enumerate(zip(placeholders, images, strict=True)):
         cells = [(number, cell) for number, image in enumerate(own) for cell in image]
         if len(cells) != len(positions):
             raise InputError(
@@ -124,11 +124,11 @@ def _patches(found: list[np.ndarray], images: Images, n: int, seen: list[float] 
 # --- language models: the tokens of the images of a text --------------------------------------------------------------
 
 
-def _merged(config: Any, batch: Mapping[str, Any], found: list[np.ndarray], tokenizer: Any) -> Images:
+def _merged(config: Any, batch: Mapping[str, Any], placeholders: list[np.ndarray], tokenizer: Any) -> Images:
     """Qwen-VL: a grid of any size, of which squares of patches are merged."""
     merged = config.vision_config.spatial_merge_size
     grids = iter(batch["image_grid_thw"].tolist())
-    for positions in found:
+    for positions in placeholders:
         left, images = len(positions), list[list[_Cell]]()
         while left > 0 and (grid := next(grids, None)) is not None:
             images.append(_cells(grid[1] // merged, grid[2] // merged) * grid[0])
@@ -136,7 +136,7 @@ def _merged(config: Any, batch: Mapping[str, Any], found: list[np.ndarray], toke
         yield images
 
 
-def _fixed(config: Any, batch: Mapping[str, Any], found: list[np.ndarray], tokenizer: Any) -> Images:
+def _fixed(config: Any, batch: Mapping[str, Any], placeholders: list[np.ndarray], tokenizer: Any) -> Images:
     """LLaVA, PaliGemma, Gemma 3: every image is a square grid; LLaVA's has a class token before it if it is kept."""
     tower = config.vision_config
     if not isinstance(getattr(tower, "image_size", None), int) or tower.model_type == "pixtral":
@@ -146,11 +146,11 @@ def _fixed(config: Any, batch: Mapping[str, Any], found: list[np.ndarray], token
         tower.model_type.startswith("clip") and getattr(config, "vision_feature_select_strategy", "") == "full"
     )
     image = [_Cell(name=CLASS_TOKEN)] * keeps_class + _cells(side, side)
-    for positions in found:
+    for positions in placeholders:
         yield [image] * (len(positions) // len(image))
 
 
-def _any_resolution(config: Any, batch: Mapping[str, Any], found: list[np.ndarray], tokenizer: Any) -> Images:
+def _any_resolution(config: Any, batch: Mapping[str, Any], placeholders: list[np.ndarray], tokenizer: Any) -> Images:
     """LLaVA-NeXT: a thumbnail, then a grid over tiles, without the padding of the image, and a mark after each row."""
     from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
@@ -158,7 +158,7 @@ def _any_resolution(config: Any, batch: Mapping[str, Any], found: list[np.ndarra
     if config.vision_feature_select_strategy != "default":
         raise InputError("model keeps the class tokens of its tiles, expected vision_feature_select_strategy 'default'")
     sizes, side = iter(batch["image_sizes"].tolist()), size // patch
-    for positions in found:
+    for positions in placeholders:
         left, images = len(positions), list[list[_Cell]]()
         while left > 0 and (shape := next(sizes, None)) is not None:
             tiles = get_anyres_image_grid_shape(shape, config.image_grid_pinpoints, size)
@@ -180,13 +180,13 @@ def _any_resolution(config: Any, batch: Mapping[str, Any], found: list[np.ndarra
         yield images
 
 
-def _marked_tiles(config: Any, batch: Mapping[str, Any], found: list[np.ndarray], tokenizer: Any) -> Images:
+def _marked_tiles(config: Any, batch: Mapping[str, Any], placeholders: list[np.ndarray], tokenizer: Any) -> Images:
     """Idefics 3, SmolVLM: a mark names the row and column of each tile; the whole image comes last."""
     tower = config.vision_config
     side = tower.image_size // tower.patch_size // config.scale_factor
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise InputError("the rows and columns of tiles are in the names of tokens; pass tokenizer=processor")
-    for ids, positions in zip(batch["input_ids"], found, strict=True):
+    for ids, positions in zip(batch["input_ids"], placeholders, strict=True):
         images, tiles = list[list[_Cell]](), list[tuple[int, int]]()
         for first in positions[:: side * side].tolist():
             mark = str(tokenizer.convert_ids_to_tokens(int(ids[first - 1]))) if first else ""
@@ -200,14 +200,14 @@ def _marked_tiles(config: Any, batch: Mapping[str, Any], found: list[np.ndarray]
         yield images
 
 
-def _fitted_tiles(config: Any, batch: Mapping[str, Any], found: list[np.ndarray], tokenizer: Any) -> Images:
+def _fitted_tiles(config: Any, batch: Mapping[str, Any], placeholders: list[np.ndarray], tokenizer: Any) -> Images:
     """InternVL: tiles row by row, then a thumbnail; nothing names their rows, so they are fitted to the thumbnail."""
     tower = config.vision_config
     down, across = (
         int(n // p * config.downsample_ratio) for n, p in zip(tower.image_size, tower.patch_size, strict=True)
     )
     pixels = iter(batch["pixel_values"])
-    for positions in found:
+    for positions in placeholders:
         images = list[list[_Cell]]()
         for run in np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else ():
             tiles = list(itertools.islice(pixels, len(run) // (down * across)))
@@ -277,8 +277,8 @@ def _seen(processor: Any) -> list[float] | None:
 
 
 def _sizes(size: Any) -> dict[str, int]:
-    found = dict(size) if isinstance(size, Mapping) else vars(size) if hasattr(size, "__dict__") else {}
-    return {str(name): int(n) for name, n in found.items() if isinstance(n, int | float) and n}
+    sizes = dict(size) if isinstance(size, Mapping) else vars(size) if hasattr(size, "__dict__") else {}
+    return {str(name): int(n) for name, n in sizes.items() if isinstance(n, int | float) and n}
 
 
 def window(seen: list[float], height: int, width: int) -> tuple[float, float, float, float]:

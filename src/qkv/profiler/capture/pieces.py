@@ -59,13 +59,13 @@ class Selections(list[Tensor]):
 
     def present(self, parts: list[P]) -> list[P]:
         """The parts in order, each with its batch items as they are now."""
-        found, items, at = list[P](), None, len(self)
+        chosen, items, at = list[P](), None, len(self)
         for part in reversed(parts):
             while at > part.selected:
                 at -= 1
                 items = self[at] if items is None else self[at].to(items.device)[items]
-            found.append(part if items is None else part.of_items(items))
-        return found[::-1]
+            chosen.append(part if items is None else part.of_items(items))
+        return chosen[::-1]
 
 
 def cropped(parts: list[P], length: int) -> list[P]:
@@ -121,10 +121,10 @@ class Piece(Part):
         """Numbers of the pairs of the call, as numbers of the pairs of its queries with all keys of the text."""
         x = x[:, :, : self.count]
         if isinstance(self.keys_at, int):
-            found = x.new_full((*x.shape[:3], n_keys), empty)
+            pairs = x.new_full((*x.shape[:3], n_keys), empty)
             stop = min(n_keys, self.keys_at + x.shape[3])
-            found[..., self.keys_at : stop] = x[..., : stop - self.keys_at]
-            return found
+            pairs[..., self.keys_at : stop] = x[..., : stop - self.keys_at]
+            return pairs
         b, hkv, n = self.keys_at.shape
         heads = self.grid.heads
         at = self.keys_at.repeat_interleave(heads // hkv, 1)[:, :, None].expand(-1, -1, x.shape[2], -1)
@@ -180,20 +180,22 @@ class Joint:
             pieces: all calls of the layer, which have the keys.
             masks: of the joined calls of other layers, most of which are the same.
         """
-        one = self.pieces[0]
-        alone = len(self.pieces) == 1 and one.items is None and one.keys_at == 0 and one.grid.n_keys == self.n_keys
-        alone = alone and self.start == one.start
+        first = self.pieces[0]
+        alone = (
+            len(self.pieces) == 1 and first.items is None and first.keys_at == 0 and first.grid.n_keys == self.n_keys
+        )
+        alone = alone and self.start == first.start
         key = (self.start, self.stop, self.n_keys, *(p.key for p in self.pieces))
         if not alone and key not in masks:
             masks[key] = self._mask()
-        mask = one.mask if alone else masks[key]
-        if one.q is not None:
+        mask = first.mask if alone else masks[key]
+        if first.q is not None:
             new = [p.new for p in pieces if p.new is not None]
             keys, values = (torch.cat(x, 2)[:, :, : self.n_keys] for x in zip(*new, strict=True))
-            biases = one.biases if alone else self._biases()
-            return Call.of(self._stacked(lambda p: p.q), keys, values, mask, biases, one.score, self._normalizer())
+            biases = first.biases if alone else self._biases()
+            return Call.of(self._stacked(lambda p: p.q), keys, values, mask, biases, first.score, self._normalizer())
         scores = self._stacked(lambda p: p.pairs(p.scores, self.n_keys, LOW), LOW)  # type: ignore[arg-type]
-        softmax = isinstance(one.normalizer, SumToOne) and one.normalizer.has_lse
+        softmax = isinstance(first.normalizer, SumToOne) and first.normalizer.has_lse
         return call_of_scores(scores, mask, self._normalizer().with_temperature(1.0) if softmax else AsGiven())
 
     def norms(self) -> Float[Tensor, "b h nk"] | None:
@@ -201,21 +203,21 @@ class Joint:
         known = [p.norms for p in self.pieces if p.norms is not None]
         if len(known) < len(self.pieces):
             return None
-        found = torch.stack(
+        norms = torch.stack(
             [p.pairs(x, self.n_keys, torch.nan)[:, :, 0] for p, x in zip(self.pieces, known, strict=True)]
         )
-        least, most = found.nan_to_num(torch.inf).amin(0), found.nan_to_num(-torch.inf).amax(0)
+        least, most = norms.nan_to_num(torch.inf).amin(0), norms.nan_to_num(-torch.inf).amax(0)
         return None if bool((most - least > 1e-5 * most).any()) else most.clamp(min=0)
 
     def _stacked(self, of: Callable[[Piece], Any], empty: float = 0) -> Tensor:
         """Rows of all calls one after another; their batches and heads of size 1 broadcast."""
         rows: list[Tensor] = [of(p) for p in self.pieces]
         shape = torch.broadcast_shapes(*(x.shape[:2] for x in rows))
-        found = torch.cat([x.expand(*shape, *x.shape[2:]) for x in rows], 2)
+        stacked = torch.cat([x.expand(*shape, *x.shape[2:]) for x in rows], 2)
         if bool(self.recorded.all()):
-            return found
-        whole = found.new_full((*shape, len(self.recorded), found.shape[3]), empty)
-        return whole.index_copy_(2, self.recorded.nonzero()[:, 0].to(found.device), found)
+            return stacked
+        whole = stacked.new_full((*shape, len(self.recorded), stacked.shape[3]), empty)
+        return whole.index_copy_(2, self.recorded.nonzero()[:, 0].to(stacked.device), stacked)
 
     def _mask(self) -> Mask | None:
         """The mask: in linear memory if those of the calls are causal, with a window and padding or without."""
@@ -269,15 +271,15 @@ class Joint:
 
     def _normalizer(self) -> Normalizer:
         """The normalizer of the calls: sinks of queries row by row."""
-        one = self.pieces[0].normalizer
-        if not isinstance(one, SumToOne) or not isinstance(one.sink, Tensor) or one.sink.ndim < 3:
-            return one
+        normalizer = self.pieces[0].normalizer
+        if not isinstance(normalizer, SumToOne) or not isinstance(normalizer.sink, Tensor) or normalizer.sink.ndim < 3:
+            return normalizer
 
         def rows(p: Piece) -> Tensor:
             sink: Any = getattr(p.normalizer, "sink", None)
             return p.chosen(sink)[..., None].expand(-1, -1, p.count, -1)
 
-        return one.with_sink(self._stacked(rows)[..., 0])
+        return normalizer.with_sink(self._stacked(rows)[..., 0])
 
 
 def scores_of(call: Call) -> Float[Tensor, "b h nq nk"]:

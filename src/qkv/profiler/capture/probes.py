@@ -129,19 +129,19 @@ class _Reader:
         if isinstance(x, BY_IDENTITY):
             return WeakIdRef(x)
         if isinstance(x, set | frozenset):
-            return sorted(repr(self.key(one)) for one in x)
+            return sorted(repr(self.key(item)) for item in x)
         if type(x) in (list, tuple):
-            return [self.key(one) for one in x]
+            return [self.key(item) for item in x]
         if type(x) is dict:
-            return [(self.key(name), self.key(one)) for name, one in x.items()]
+            return [(self.key(name), self.key(item)) for name, item in x.items()]
         reduced = x.__reduce_ex__(4)  # what a pickle holds
         if isinstance(reduced, str):
             return reduced
         parts: list[Any] = [*reduced, None, None, None]
-        return [self.key(one) for one in (*parts[:3], [*(parts[3] or ())], [*(parts[4] or ())])]
+        return [self.key(item) for item in (*parts[:3], [*(parts[3] or ())], [*(parts[4] or ())])]
 
     def _of_tensor(self, x: Tensor) -> Any:
-        about = x.dtype, x.shape, [(name, self.key(one)) for name, one in vars(x).items()]
+        about = x.dtype, x.shape, [(name, self.key(value)) for name, value in vars(x).items()]
         if type(x) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(x):
             names, context = x.__tensor_flatten__()
             return about, self.key(context), [self.key(getattr(x, name)) for name in names]
@@ -183,8 +183,8 @@ LEAST = 8  # shortest text that can be probed, in tokens
 REPEATS = 3
 
 Scores = dict[str, Float[Tensor, " h"]]
-Found = dict[tuple[str, int], Scores]
-_KEPT: WeakKeyDictionary[nn.Module, tuple[Key | None, dict[Hashable, Found]]] = WeakKeyDictionary()
+ScoresByLayer = dict[tuple[str, int], Scores]
+_KEPT: WeakKeyDictionary[nn.Module, tuple[Key | None, dict[Hashable, ScoresByLayer]]] = WeakKeyDictionary()
 
 
 def probe(
@@ -195,7 +195,7 @@ def probe(
     seed: int = 0,
     *,
     again: bool = False,
-) -> Found:
+) -> ScoresByLayer:
     """Scores of every head of self-attention, by module and layer: the variables ``probe_…`` of `VARIABLES`.
 
     They are kept for the next call with the same model, which is recognised by its `fingerprint`.
@@ -224,7 +224,7 @@ def probe(
 
 def _probed(
     model: nn.Module, start: Tensor, end: Tensor, special: Collection[int], layers: Collection[int] | None, seed: int
-) -> Found:
+) -> ScoresByLayer:
     generator = torch.Generator().manual_seed(seed)
     size = vocabulary(model)
     limit = positions(model) or 2 * TOKENS + len(start) + len(end)
@@ -248,13 +248,13 @@ def _probed(
         with torch.random.fork_rng(devices=[]):
             (batch,) = batches(model, texts, None, None)
             calls = calls_of(model, batch, layers=layers)
-        for one in calls:
-            if one.group == "cross" or one.call.q.shape[2] != one.call.k.shape[2]:
+        for observed in calls:
+            if observed.group == "cross" or observed.call.q.shape[2] != observed.call.k.shape[2]:
                 continue
-            shares = rows_in_shares(weights_of(one.call), one.call.normalizer)
-            yield found.setdefault((one.module, one.layer), {}), shares, one.call
+            shares = rows_in_shares(weights_of(observed.call), observed.call.normalizer)
+            yield by_layer.setdefault((observed.module, observed.layer), {}), shares, observed.call
 
-    found: Found = {}
+    by_layer: ScoresByLayer = {}
     random, repeated = drawn(REPEATS, once), drawn(REPEATS, 1).expand(-1, once)
     twice = drawn(REPEATS, once).repeat(1, 2)
     shuffled = torch.stack([random[0, torch.randperm(once, generator=generator)] for _ in range(REPEATS)])
@@ -265,7 +265,7 @@ def _probed(
         scores["probe_positional"] = _positional(a[0], a[2 * REPEATS :])
     for scores, a, _ in weights(twice):
         scores.update(_second_half(a, len(start), once))
-    return copied_to_cpu(found)
+    return copied_to_cpu(by_layer)
 
 
 def _frame(ids: Tensor, special: set[int]) -> tuple[Tensor, Tensor]:

@@ -107,10 +107,10 @@ class ObservedCall:
         learned = call.normalizer.key if isinstance(call.normalizer, SumToOne) else None
         learned = None if learned is None or learned.shape[-1] != d else learned.detach().expand(b, h, d)
         first = self.first if isinstance(self.first, int) else on_device(self.first, call.k.device)
-        found = (of or geometry)(call.q, call.k, first, self.queries, self.keys, learned)
-        found = with_directions(found) if of is None else found
-        found["value_norm"] = value_norms(call, self.keys)
-        return found
+        vectors = (of or geometry)(call.q, call.k, first, self.queries, self.keys, learned)
+        vectors = with_directions(vectors) if of is None else vectors
+        vectors["value_norm"] = value_norms(call, self.keys)
+        return vectors
 
 
 @dataclass(frozen=True)
@@ -260,9 +260,9 @@ class Recorder:
             )
         self.group, call = shared.group, detached(shared.call)
         mass, of_prefix = self.measures.masses(0, shared.grid.n_keys, call.k.device), [PrefixSinkScores(PREFIX)]
-        found = sweep(call, RowState(result.lse), mass=mass, statistics=of_prefix, shared=shared)
-        whole = mapped(replace(found, prefix_sink_scores=None), lambda x: ring.unshard(x, shared.group))
-        whole = replace(whole, prefix_sink_scores=found.prefix_sink_scores)  # every process has all of them
+        statistics = sweep(call, RowState(result.lse), mass=mass, statistics=of_prefix, shared=shared)
+        whole = mapped(replace(statistics, prefix_sink_scores=None), lambda x: ring.unshard(x, shared.group))
+        whole = replace(whole, prefix_sink_scores=statistics.prefix_sink_scores)  # every process has all of them
         self.records.append(Record(name, group, layer, whole, {}, None, None, None, is_causal(call.mask)))
 
 
@@ -329,17 +329,17 @@ def image_shares(observed: ObservedCall, statistics: Statistics, patches: Patche
     visible = statistics.visible_queries
     enough = visible >= visible.amax(-1, keepdim=True).clamp(max=max(8, n / 8))  # as in `tables.sink_scores`
     sinks = enough & (statistics.received > SINK_THRESHOLD * visible) & is_patch[:, None]
-    found = torch.full((2, *call.q.shape[:3]), torch.nan, device=device)
+    of_rows = torch.full((2, *call.q.shape[:3]), torch.nan, device=device)
     kept, counts, per_row = list[Tensor](), rows.sum(1), int(is_patch.sum(1).max())
     keep = min(most // max(per_row, 1), int(counts.min())) if b == 1 else 0
     last = int(rows[0].nonzero()[-keep]) if keep else n
     for start, weights in shares_of(call, slice(int(rows.any(0).to(torch.int8).argmax()), n)):
         some = slice(start, start + weights.shape[2])
         sums = torch.stack([(weights * part[:, :, None]).sum(-1) for part in (is_patch[:, None] & ~sinks, sinks)])
-        found[..., some] = torch.where(rows[:, None, some], sums.float(), torch.nan)
+        of_rows[..., some] = torch.where(rows[:, None, some], sums.float(), torch.nan)
         chosen = rows[0, some] & (torch.arange(some.start, some.stop, device=device) >= last)
         kept.append(weights[:, :, chosen][..., is_patch[0]] if keep else weights[:, :, :0])
-    shares = dict(zip(OF_IMAGES, (*found, torch.cat(kept, 2)), strict=True))
+    shares = dict(zip(OF_IMAGES, (*of_rows, torch.cat(kept, 2)), strict=True))
     return shares if keep else {name: shares[name] for name in OF_IMAGES[:2]}
 
 
@@ -354,18 +354,18 @@ def weights_of(call: Call) -> Tensor:
 T = TypeVar("T")
 
 
-def mapped(value: T, one: Callable[[Tensor], Tensor]) -> T:
+def mapped(value: T, function: Callable[[Tensor], Tensor]) -> T:
     """The value with every tensor in tuples, mappings and dataclasses changed by a function."""
-    found: Any = value
+    result: Any = value
     if isinstance(value, Tensor):
-        found = one(value)
+        result = function(value)
     elif isinstance(value, tuple):
-        found = tuple(mapped(x, one) for x in value)
+        result = tuple(mapped(x, function) for x in value)
     elif isinstance(value, Mapping):
-        found = {name: mapped(x, one) for name, x in value.items()}
+        result = {name: mapped(x, function) for name, x in value.items()}
     elif is_dataclass(value) and not isinstance(value, type):
-        found = replace(value, **{f.name: mapped(getattr(value, f.name), one) for f in fields(value)})
-    return found
+        result = replace(value, **{f.name: mapped(getattr(value, f.name), function) for f in fields(value)})
+    return result
 
 
 def of_items(value: T, items: Int[Tensor, " b"]) -> T:
@@ -417,7 +417,7 @@ class Together:
 
         The tensors are copied, because the model may change them in place; large ones are summarised at once.
         """
-        found = dict[str, Tensor]()
+        summary = dict[str, Tensor]()
         size, kind = 0, list[Any]()
         for x in arguments:
             size += x.nbytes if isinstance(x, Tensor) else 0
@@ -425,14 +425,14 @@ class Together:
         most = TOGETHER_ON_CARD if any(on_card(x) for x in arguments if isinstance(x, Tensor)) else TOGETHER
         with torch.inference_mode(False), torch.no_grad():
             if 2 * size > most:
-                found.update(self.summarise(*arguments))
-                return found
+                summary.update(self.summarise(*arguments))
+                return summary
             copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
         waiting = self.waiting.setdefault(tuple(kind), [])
-        waiting.append((copies, found))
+        waiting.append((copies, summary))
         if (len(waiting) + 1) * size > most:
             self._summarise(tuple(kind))
-        return found
+        return summary
 
     def finish(self) -> None:
         """Summarise all that waits."""
@@ -445,8 +445,8 @@ class Together:
             columns = zip(*arguments, strict=True)
             together = self.summarise(*(torch.cat(x) if isinstance(x[0], Tensor) else x[0] for x in columns))
             for name, values in together.items():
-                for one, value in zip(results, values.chunk(len(results)), strict=True):
-                    one[name] = value
+                for summary, value in zip(results, values.chunk(len(results)), strict=True):
+                    summary[name] = value
 
 
 # --- lengths and directions: the key of a sink is short but has the direction of all queries, and its value is small --
@@ -490,7 +490,7 @@ def geometry(
     query = _mean(q, real_q.to(wide), query_norm)
     first_key = k[:, :, at] if isinstance(at, int) else k.take_along_dim(at[..., None], 2)[:, :, 0]
     rest = _mean(k, other)
-    found = {
+    summary = {
         "query_norm": query_norm,
         "key_norm": _of_query_heads(key_norm, group),
         "cosine_first": (query * _of_query_heads(_unit(first_key), group)).sum(-1),
@@ -500,18 +500,18 @@ def geometry(
     }
     single = other.sum(2) == 0  # a text of one token has no other keys
     for name in ("cosine_others", "first_key_angle"):
-        found[name] = found[name].masked_fill(single, torch.nan)
+        summary[name] = summary[name].masked_fill(single, torch.nan)
     if learned is not None:
-        found["key_bias_cosine"] = (query * _unit(learned.to(query))).sum(-1)
-    return found if on_card(k) else with_directions(found)
+        summary["key_bias_cosine"] = (query * _unit(learned.to(query))).sum(-1)
+    return summary if on_card(k) else with_directions(summary)
 
 
-def with_directions(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_directions(summary: dict[str, Tensor]) -> dict[str, Tensor]:
     """What `geometry` gives, with the directions of the keys in place of their scatter; a card is waited for."""
-    if (scatter := found.pop("key_scatter", None)) is not None:
+    if (scatter := summary.pop("key_scatter", None)) is not None:
         shares = leading_shares(scatter, DIRECTIONS)
-        found["key_directions"] = _of_query_heads(shares, found["key_norm"].shape[1] // scatter.shape[1])
-    return found
+        summary["key_directions"] = _of_query_heads(shares, summary["key_norm"].shape[1] // scatter.shape[1])
+    return summary
 
 
 def value_norms(call: Call, keys: Bool[Tensor, "b nk"] | None) -> Float[Tensor, "b h nk"]:

@@ -178,13 +178,13 @@ def _hidden(values: Sequence[object]) -> Tensor | None:
 
 def _channels(layer: nn.Module) -> set[int]:
     """Sizes of the second dimension of images that the modules of a layer read or return."""
-    found = set[int]()
+    channels = set[int]()
     for module in layer.modules():
         if isinstance(module, nn.Conv2d):
-            found |= {module.in_channels, module.out_channels}
+            channels |= {module.in_channels, module.out_channels}
         elif isinstance(module, nn.GroupNorm):
-            found.add(module.num_channels)
-    return found
+            channels.add(module.num_channels)
+    return channels
 
 
 def _by_token(hidden: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
     has the variables of `VARIABLES`, each with its ``units`` and ``definition``. A text's real tokens are at the
     start of `token`; after its ``n_tokens`` norms are NaN.
     """
-    found = {}
+    datasets = {}
     for run in runs:
         run.together.finish()
         depths = [texts for states in run.stacks.values() for texts in states]
@@ -274,8 +274,8 @@ def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
                     f"hidden states of {stack} are left out: its layers have {sizes} tokens", stacklevel=user_frame()
                 )
                 continue
-            found[re.sub(r"[^A-Za-z0-9_-]", "-", stack)] = _dataset(stack, texts)
-    return found
+            datasets[re.sub(r"[^A-Za-z0-9_-]", "-", stack)] = _dataset(stack, texts)
+    return datasets
 
 
 def _dataset(stack: str, texts: list[list[dict[str, Tensor]]]) -> xr.Dataset:
@@ -355,14 +355,14 @@ def nth(values: Float[Tensor, "t n"], at: int) -> Float[Tensor, " t"]:
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
     t, bits = len(values), values.contiguous().view(integers)
     of_text = 2**DIGIT * torch.arange(t, device=values.device)[:, None]
-    one = torch.ones((), dtype=torch.int32, device=values.device)
+    unit = torch.ones((), dtype=torch.int32, device=values.device)
     prefix = torch.zeros(t, 1, dtype=torch.int64, device=values.device)  # the bits that are found
     before = torch.full_like(prefix, at)  # how many of the numbers with this prefix come before the one that is sought
     for shift in range(8 * values.itemsize - DIGIT, -1, -DIGIT):
         counts = torch.zeros(t << DIGIT, dtype=torch.int32, device=values.device)
         for part in bits.split(max(1, AT_ONCE // t), 1):
             digits = (part >> shift).long() if shift else part.long()
-            counted = one
+            counted = unit
             if 8 * values.itemsize - shift > DIGIT:
                 counted, digits = (digits >> DIGIT == prefix).int(), digits & (2**DIGIT - 1)
             counts.scatter_add_(0, (digits + of_text).flatten(), counted.expand(digits.shape).flatten())

@@ -95,7 +95,7 @@ class Sequence:
     def sources_read(self) -> int:
         """The number of texts or sounds of the encoder."""
         read = [len(x) for x in self.encoded]
-        made = [len(x.made.statistics.entropy) for x in self.layers.values() if x.group == "encoder" and x.made]
+        made = [len(x.final.statistics.entropy) for x in self.layers.values() if x.group == "encoder" and x.final]
         return max(read + made, default=1)
 
     @property
@@ -169,55 +169,55 @@ class Sequence:
                 layer.crop(length)
         self.text = cropped(self.text, length)
 
-    def remember(self, found: dict[int, Stored]) -> None:
+    def remember(self, stored: dict[int, Stored]) -> None:
         """A forward has ended, and its cache holds these keys.
 
         Raises:
             InputError: if they do not come from the text.
         """
-        if not self._expects(found):  # some caches are pruned by hooks of the forward
-            self._locate(found)
-        self.held = {i: one.state for i, one in found.items()}
+        if not self._expects(stored):  # some caches are pruned by hooks of the forward
+            self._locate(stored)
+        self.held = {i: layer.state for i, layer in stored.items()}
 
-    def selects(self, found: dict[int, Stored], items: Tensor | None) -> None:
+    def selects(self, stored: dict[int, Stored], items: Tensor | None) -> None:
         """Its cache has selected batch items, or was cropped if `items` is None.
 
         Raises:
             InputError: as for `remember`.
         """
-        length = max((one.length for i, one in found.items() if i not in self.apart), default=0)
+        length = max((layer.length for i, layer in stored.items() if i not in self.apart), default=0)
         if items is not None:
             self.select(items)
         elif length < self.tokens and not self.kept:
             self.crop(length)
-        self.remember(found)
+        self.remember(stored)
 
-    def follow(self, found: dict[int, Stored], positions: Tensor | None) -> None:
+    def follow(self, stored: dict[int, Stored], positions: Tensor | None) -> None:
         """Bring the sequence to what its cache, or a copy of it, now holds, before the next forward.
 
         Args:
-            found: the layers of the cache.
+            stored: the layers of the cache.
             positions: of the tokens that the forward reads, if it is told.
 
         Raises:
             InputError: as for `remember`.
         """
-        untouched = set(found) == set(self.held) and all(one.is_in(self.held[i]) for i, one in found.items())
-        if not (untouched and self._expects(found)):
-            self._locate(found, positions)
+        untouched = set(stored) == set(self.held) and all(layer.is_in(self.held[i]) for i, layer in stored.items())
+        if not (untouched and self._expects(stored)):
+            self._locate(stored, positions)
 
-    def _expects(self, found: dict[int, Stored]) -> bool:
+    def _expects(self, stored: dict[int, Stored]) -> bool:
         """Whether a cache holds as many keys as after the last forward."""
 
-        def holds(i: int, one: Stored) -> bool:
-            n = one.keys.shape[2]
-            return n == self.kept[i].shape[2] if i in self.kept else one.length == self.tokens and n >= one.least
+        def holds(i: int, layer: Stored) -> bool:
+            n = layer.keys.shape[2]
+            return n == self.kept[i].shape[2] if i in self.kept else layer.length == self.tokens and n >= layer.least
 
-        return all(holds(i, one) for i, one in found.items() if i not in self.apart)
+        return all(holds(i, layer) for i, layer in stored.items() if i not in self.apart)
 
-    def _locate(self, found: dict[int, Stored], positions: Tensor | None = None) -> None:
+    def _locate(self, stored: dict[int, Stored], positions: Tensor | None = None) -> None:
         """Tell from the keys of a cache which items and tokens it holds."""
-        if not all(one.stays for one in found.values()):
+        if not all(layer.stays for layer in stored.values()):
             raise InputError(
                 "the cache holds another number of keys than after the last forward, or was changed since, and may "
                 "round or rotate keys, so that it is not known which tokens they belong to; expected one that keeps "
@@ -225,14 +225,14 @@ class Sequence:
             )
         items, real = None, self.real()
         places: dict[int, Tensor] = {}
-        of_text = (set(found) & set(self.cached)) - self.apart
+        of_text = (set(stored) & set(self.cached)) - self.apart
         for i in sorted(of_text, reverse=True):  # keys of deep layers tell the most
-            known, one = self.layers[self.cached[i]].keys(self.selections), found[i]
+            known, layer = self.layers[self.cached[i]].keys(self.selections), stored[i]
             known = known if items is None else known[items.to(known.device)]
             at = self.kept.get(i)
             at = at if at is None or items is None else at[items.to(at.device)]
             shown = real if real is None or items is None else real[items]
-            chosen, places[i] = located(one.keys, known, at, one.length - one.keys.shape[2], shown)
+            chosen, places[i] = located(layer.keys, known, at, layer.length - layer.keys.shape[2], shown)
             if items is None:
                 items = chosen
             elif not torch.equal(chosen, torch.arange(len(chosen))):
@@ -242,10 +242,10 @@ class Sequence:
                 "the cache was filled outside of qkv.watch, or by forwards that were not recorded; expected the model "
                 "to read the text from its first token inside qkv.watch"
             )
-        length = max(found[i].length for i in places)
+        length = max(stored[i].length for i in places)
 
         def newest(i: int, place: Tensor) -> bool:
-            at = torch.arange(found[i].length - place.shape[2], found[i].length, device=place.device)
+            at = torch.arange(stored[i].length - place.shape[2], stored[i].length, device=place.device)
             return i not in self.kept and bool((place == at).all())
 
         whole = all(newest(i, place) for i, place in places.items())
@@ -275,8 +275,8 @@ class Sequence:
         if length is not None and (not past or past[-1].stop != length):
             return None  # no forward ended there
         selections = self.selections if length is None else Selections(self.selections[: past[-1].selected])
-        found = [x.ids.cpu() for x in selections.present(past) if x.ids is not None]
-        return torch.cat(found, 1) if found else None
+        ids = [x.ids.cpu() for x in selections.present(past) if x.ids is not None]
+        return torch.cat(ids, 1) if ids else None
 
     def real(self) -> Bool[Tensor, "b n"] | None:
         """True at real tokens of every batch item as it is now; None if all are real."""
@@ -306,8 +306,8 @@ class Sequence:
             return of_items(x, torch.tensor([item * n // batch]))
 
         for layer in past.layers.values():
-            if layer.made is not None and layer.group not in (*OF_TEXT, "cross"):
-                layer.made = of_source(layer.made, len(layer.made.statistics.entropy))
+            if layer.final is not None and layer.group not in (*OF_TEXT, "cross"):
+                layer.final = of_source(layer.final, len(layer.final.statistics.entropy))
         past.encoded = [of_source(x, len(x)) for x in past.encoded]
         del past.selections[past.text[-1].selected :]
         past.select(torch.tensor([item]))
@@ -315,8 +315,8 @@ class Sequence:
 
     def chosen(self, layers: Collection[int] | None) -> dict[Key, Layer]:
         """The layers with these numbers, of all if None, of which something was recorded."""
-        found = {key: x for key, x in self.layers.items() if x.made is not None or x.pieces or x.measured}
-        return {key: x for key, x in found.items() if layers is None or x.number in layers}
+        recorded = {key: x for key, x in self.layers.items() if x.final is not None or x.pieces or x.measured}
+        return {key: x for key, x in recorded.items() if layers is None or x.number in layers}
 
     def records(self, layers: Collection[int] | None) -> list[Record]:
         """The whole rows of the layers with these numbers, of all if None."""
@@ -331,12 +331,12 @@ class Sequence:
         """Measure all of the layers with these numbers, because no forward continues the text."""
         chosen = self.chosen(layers).values()
         for layer, record in zip(chosen, self.records(layers), strict=True):
-            layer.made, layer.pieces, layer.measured = record, [], []
+            layer.final, layer.pieces, layer.measured = record, [], []
         self.heads.clear()
 
     def measure(self) -> None:
         """Measure what would take too much memory to keep."""
-        full = [x for x in (*self.layers.values(), *self.heads.values()) if x.made is None and x.full]
+        full = [x for x in (*self.layers.values(), *self.heads.values()) if x.final is None and x.full]
         now = self._now() if full else None
         for layer in full:
             assert now is not None
@@ -348,7 +348,9 @@ class Sequence:
     @property
     def items(self) -> int:
         """The number of texts in a profile."""
-        return max([self.batch, *(len(x.made.statistics.entropy) for x in self.layers.values() if x.made is not None)])
+        return max(
+            [self.batch, *(len(x.final.statistics.entropy) for x in self.layers.values() if x.final is not None)]
+        )
 
     def held_numbers(self) -> int:
         return sum(p.new[0].numel() for x in self.layers.values() for p in x.pieces if p.new)

@@ -122,13 +122,13 @@ class Forward:
         if of_text and not cross:
             self.sees(observed)
         if self.of_encoder or not of_text or not (self.may_cache or stepwise):  # no other forward continues it
-            if layer.pieces or layer.made is not None:
+            if layer.pieces or layer.final is not None:
                 raise InputError(
                     f"model attends in {observed.module} to what is no token of the text in several forwards; the "
                     "first is recorded"
                 )
             if measures is not None:
-                _, layer.made = measures.record(replace(observed, layer=layer.number), None, changed)
+                _, layer.final = measures.record(replace(observed, layer=layer.number), None, changed)
             return
         layer.own_keys = cross
         step = self.steps.get(observed.module, 0)
@@ -152,7 +152,7 @@ class Forward:
     def cache_index(self, module: nn.Module | None) -> int | None:
         """The number of the layer in the cache, in which a module attends."""
         if (cache := attending()) is not None:
-            return next((i for i, one in enumerate(self.cache.caches) if one is cache), None)
+            return next((i for i, layer in enumerate(self.cache.caches) if layer is cache), None)
         return getattr(module, "layer_idx", None)
 
 
@@ -207,7 +207,7 @@ class Texts:
         if uses is None:
             config: Any = getattr(model, "config", None)
             inside = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))  # such as the text's
-            uses = any(getattr(one, "use_cache", False) for one in (config, *inside))
+            uses = any(getattr(part, "use_cache", False) for part in (config, *inside))
         due = of_encoder or (self._reads if known is None else sequence.reads) % self.every == 0
         forward = Forward(
             owner, sequence, sequence.tokens, n, cache, cache is not None or bool(uses), of_encoder, read, lost,
@@ -260,22 +260,22 @@ class Texts:
         """The text that a forward with this cache continues; None if it begins one."""
         if cache is None:
             return None
-        found, known, reason = stored(cache), self._text_of(cache), None
+        layers, known, reason = stored(cache), self._text_of(cache), None
         if isinstance(known, InputError):
             raise known
         if known is not None:
             holds = getattr(cache, "get_seq_length", None)  # of transformers
-            if not found and (known.held or (holds is not None and not holds())):
+            if not layers and (known.held or (holds is not None and not holds())):
                 del self._followed[id(cache)]  # it was reset, or the model does not use it
                 return None
-            known.follow(found, positions)
+            known.follow(layers, positions)
             return known
-        if not found:
+        if not layers:
             return None
         for sequence in reversed(self.sequences):  # a copy of a cache continues its text in another way
             copy = sequence.fork()
             try:
-                copy.follow(found, positions)
+                copy.follow(layers, positions)
             except InputError as error:
                 reason = reason or error
                 continue
@@ -283,7 +283,7 @@ class Texts:
             self._follow(cache, copy)
             return copy
         raise InputError(
-            f"model reads with a cache of {max(x.length for x in found.values())} tokens filled outside of the "
+            f"model reads with a cache of {max(x.length for x in layers.values())} tokens filled outside of the "
             "context, or by several batches; expected it to read the text from its first token inside, as one batch"
         ) from reason
 
@@ -319,7 +319,7 @@ class Texts:
     def _release(self, sequence: Sequence) -> None:
         """A text is not continued any more, or takes too much memory to be kept for a copy of its cache."""
         if self.measures is None:
-            self.sequences = [one for one in self.sequences if one is not sequence]
+            self.sequences = [text for text in self.sequences if text is not sequence]
             return
         with self.measuring():
             sequence.settle(self.layers)
@@ -352,7 +352,7 @@ class Texts:
     def finished(self) -> list[Sequence]:
         """The texts whose cache is gone."""
         alive = [text for of, text in self._followed.values() if of() is not None]
-        return [s for s in self.sequences if not any(s is one for one in alive)]
+        return [s for s in self.sequences if not any(s is text for text in alive)]
 
 
 def _length(tensors: Mapping[str, Tensor], ids: Tensor | None) -> tuple[int, int]:

@@ -96,7 +96,7 @@ class Note:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class WeightedSum:
     """Weights that are multiplied with values."""
 
     weights: Tensor
@@ -112,15 +112,18 @@ class Tracer:
     """Follows the tensors of a forward.
 
     Args:
-        found: called with weights that are multiplied with values.
+        on_weighted_sum: called with weights that are multiplied with values.
         unreadable: called with the reason why weights of a product cannot be read.
         module: gives the innermost running module, or None where nothing is to be found.
     """
 
     def __init__(
-        self, found: Callable[[Found], None], unreadable: Callable[[str], None], module: Callable[[], nn.Module | None]
+        self,
+        on_weighted_sum: Callable[[WeightedSum], None],
+        unreadable: Callable[[str], None],
+        module: Callable[[], nn.Module | None],
     ) -> None:
-        self.found, self.unreadable, self.module = found, unreadable, module
+        self.on_weighted_sum, self.unreadable, self.module = on_weighted_sum, unreadable, module
         self.notes: Any = WeakIdKeyDictionary()
         self.unused: dict[int, Product] = {}
         """Products with a softmax that were not multiplied with values so far."""
@@ -147,17 +150,17 @@ class Tracer:
         if not results:
             return
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
-        tensors = [x for one in (*args, *kwargs.values()) for x in _tensors(one)]
+        tensors = [x for argument in (*args, *kwargs.values()) for x in _tensors(argument)]
         if not tensors:
             for x in results:
                 self.notes[x] = Note(tuple((Factor(n),) for n in x.shape))
             return
         with torch._C.DisableTorchFunction():
             if name in PRODUCTS and (len(tensors) >= 2 or name == "einsum") and len(results) == 1:
-                self.notes[results[0]] = self._multiplied(name, args, kwargs, tensors, results[0])
-                return
-            for x, note in zip(results, self._noted(func, name, args, kwargs, tensors, results), strict=True):
-                self.notes[x] = note
+                notes = [self._multiplied(name, args, kwargs, tensors, results[0])]
+            else:
+                notes = self._noted(func, name, args, kwargs, tensors, results)
+        self.notes.update(zip(results, notes, strict=True))
 
     # --- functions that keep, move or broadcast dimensions ------------------------------------------------------------
 
@@ -221,8 +224,8 @@ class Tracer:
                 if n != size:
                     if n == 1:
                         continue
-                    one = own[0] if len({(f.origin, f.part) for f in own}) == 1 else Factor(1, UNKNOWN)
-                    own = (replace(one, size=size),)
+                    factor = own[0] if len({(f.origin, f.part) for f in own}) == 1 else Factor(1, UNKNOWN)
+                    own = (replace(factor, size=size),)
                 own = own if note is chain else tuple(replace(f, part=None) for f in own)
                 rank = max(
                     4 - (f.origin == FEATURES) if f.part else 2 * (f.origin == FEATURES) + (f.origin == UNKNOWN)
@@ -269,17 +272,17 @@ class Tracer:
 
     def _joined(self, out: Tensor, tensors: list[Tensor], dim: int, stacked: bool) -> Note:
         parts = [self.of(x) for x in tensors if x.ndim == out.ndim - stacked]  # an empty tensor may have one dimension
-        one = next((p for p in parts if not p.parameter), parts[0])
+        first = next((p for p in parts if not p.parameter), parts[0])
         if stacked:
             at = dim % out.ndim
-            dims = (*one.dims[:at], (Factor(len(parts), UNKNOWN),), *one.dims[at:])
+            dims = (*first.dims[:at], (Factor(len(parts), UNKNOWN),), *first.dims[at:])
         else:
             at, size = dim % out.ndim, out.shape[dim]
             along = [p.dims[at] for p in parts if len(p.dims) == out.ndim]
             kinds = {(f.origin, f.part) for own in along for f in own}
             marked = {f.part for own in along for f in own} - {None}
             if len(parts) == 1:
-                joined = one.dims[at]
+                joined = first.dims[at]
             elif at == 0 and len(set(along)) == 1 and len(along) == len(parts):  # heads, one after another
                 joined = (Factor(len(parts), UNKNOWN), *along[0])
             elif len(kinds) == 1:
@@ -287,18 +290,12 @@ class Tracer:
             else:
                 features = all(f.origin == FEATURES for own in along for f in own)
                 joined = (Factor(size, FEATURES if features else PLAIN, next(iter(marked), None)),)
-            dims = (*one.dims[:at], joined, *one.dims[at + 1 :])
-        chain = next((p for p in parts if p.product is not None and p.product.activations), one)
+            dims = (*first.dims[:at], joined, *first.dims[at + 1 :])
+        chain = next((p for p in parts if p.product is not None and p.product.activations), first)
         if len(dims) != out.ndim:
             return self._spread(out, [])
-        return _checked(
-            Note(
-                dims,
-                all(p.parameter for p in parts),
-                chain.product,
-                next((p.weighted for p in parts if p.weighted), ""),
-            )
-        )
+        weighted = next((p.weighted for p in parts if p.weighted), "")
+        return _checked(Note(dims, all(p.parameter for p in parts), chain.product, weighted))
 
     # --- products -----------------------------------------------------------------------------------------------------
 
@@ -391,7 +388,7 @@ class Tracer:
             attends = True
             self.unused.pop(id(product), None)
             at = next(n for n, x in enumerate(sides[1 - i]) if x in summed)
-            self.found(Found(tensor, note, keys, other, at))
+            self.on_weighted_sum(WeightedSum(tensor, note, keys, other, at))
         shape = {
             x: max(math.prod(f.size for f in side[x]) for side in by_letter if x in side) for x in letters[2]
         }  # fmt: skip
@@ -399,11 +396,11 @@ class Tracer:
         if attends:
             return Note(tuple(tuple(replace(f, part=None) for f in dims[x]) for x in letters[2]))
         only = [set(letters[2]) & set(sides[0]) - set(sides[1]), set(letters[2]) & set(sides[1]) - set(sides[0])]
-        only = [{x for x in one if x < "\u0100"} or one for one in only]  # not those that are broadcast
-        for one, part in zip(only, (ROWS, COLUMNS), strict=True):
-            tokens = [f for x in one for f in dims[x] if f.origin != FEATURES]
-            plain = any(f.size > 1 for f in tokens) or all(f.size == 1 or f in tokens for x in one for f in dims[x])
-            for x in one:  # heads may be beside tokens
+        only = [{x for x in axes if x < "\u0100"} or axes for axes in only]  # not those that are broadcast
+        for axes, part in zip(only, (ROWS, COLUMNS), strict=True):
+            tokens = [f for x in axes for f in dims[x] if f.origin != FEATURES]
+            plain = any(f.size > 1 for f in tokens) or all(f.size == 1 or f in tokens for x in axes for f in dims[x])
+            for x in axes:  # heads may be beside tokens
                 dims[x] = tuple(f if plain and f.origin == FEATURES else replace(f, part=part) for f in dims[x])
         for scores, own_dims, mixing in zip(notes, by_letter, reversed(notes), strict=True):
             if scores.product is not None and scores.product.activations and mixing.parameter and summed and all(
@@ -420,20 +417,22 @@ class Tracer:
         self, letter: str, size: int, by_letter: list[dict[str, tuple[Factor, ...]]], notes: tuple[Note, Note]
     ) -> tuple[Factor, ...]:
         """The factors of a dimension of a product."""
-        found = [
+        candidates = [
             (note.parameter, own)
             for side, note in zip(by_letter, notes, strict=True)
             if (own := side.get(letter)) is not None and math.prod(f.size for f in own) == size
         ]
-        if not found:
+        if not candidates:
             return (Factor(size, UNKNOWN),)
 
         def heads(own: tuple[Factor, ...]) -> int:  # those of the keys may be fewer, and repeated
             return math.prod(f.size for f in own if f.origin == FEATURES)
 
-        if len(found) == 1 and found[0][0] and not all(note.parameter for note in notes):
+        if len(candidates) == 1 and candidates[0][0] and not all(note.parameter for note in notes):
             return (Factor(size, FEATURES),)
-        known = sorted(found, key=lambda x: (x[0], all(f.origin == UNKNOWN for f in x[1]), -heads(x[1]), -len(x[1])))
+        known = sorted(
+            candidates, key=lambda x: (x[0], all(f.origin == UNKNOWN for f in x[1]), -heads(x[1]), -len(x[1]))
+        )
         return tuple(replace(f, part=None) for f in known[0][1])
 
 
@@ -459,7 +458,7 @@ def _checked(note: Note) -> Note:
 def _tensors(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [] if x.is_nested else [x]
-    return [y for one in x for y in _tensors(one)] if isinstance(x, tuple | list) else []
+    return [y for item in x for y in _tensors(item)] if isinstance(x, tuple | list) else []
 
 
 def _viewed(
@@ -472,7 +471,10 @@ def _viewed(
             return torch.empty(y.shape, device="meta")
         return type(y)(map(proxy, y)) if type(y) in (tuple, list) else y
 
-    if any(y is not x for one in (*args, *kwargs.values()) for y in _tensors(one)) and func.__name__ == "__getitem__":
+    if (
+        any(y is not x for argument in (*args, *kwargs.values()) for y in _tensors(argument))
+        and func.__name__ == "__getitem__"
+    ):
         return None
     try:
         made = func(*map(proxy, args), **{n: proxy(y) for n, y in kwargs.items()})
@@ -490,14 +492,14 @@ def _read(size: int, stride: int, factors: list[Factor], strides: list[int]) -> 
     """The factors of a dimension with this size and stride."""
     if size == 1 or stride == 0:
         return (Factor(size),)
-    found = []
+    spanned = []
     for factor, own in zip(factors, strides, strict=True):
         low, high = max(stride, own), min(stride * size, own * factor.size)
         if factor.size > 1 and low < high:
-            found.append((replace(factor, size=high // low), high % low == 0))
-    if math.prod(f.size for f, _ in found) == size and all(whole for _, whole in found):
-        return tuple(f for f, _ in found)
-    kinds = {(f.origin, f.part) for f, _ in found}
+            spanned.append((replace(factor, size=high // low), high % low == 0))
+    if math.prod(f.size for f, _ in spanned) == size and all(whole for _, whole in spanned):
+        return tuple(f for f, _ in spanned)
+    kinds = {(f.origin, f.part) for f, _ in spanned}
     return (Factor(size, *next(iter(kinds))),) if len(kinds) == 1 else (Factor(size, UNKNOWN),)
 
 
@@ -582,16 +584,16 @@ def arranged(
         [i for i, f in enumerate(factors) if f.part not in (None, keys)],
         [i for i, f in enumerate(factors) if f.part == keys],
     ]  # fmt: skip
-    split = x.reshape([f.size for f in factors]).permute([i for one in order for i in one])
-    return split.reshape([size(one) for one in order])
+    split = x.reshape([f.size for f in factors]).permute([i for axes in order for i in axes])
+    return split.reshape([size(axes) for axes in order])
 
 
-def call_of(found: Found, batches: set[int], sizes: set[int], heads: int | None) -> Call | str:
+def call_of(weighted: WeightedSum, batches: set[int], sizes: set[int], heads: int | None) -> Call | str:
     """The call of weights that were found, or why they cannot be read."""
-    softmax = found.note.softmax
+    softmax = weighted.note.softmax
     kept = softmax is not None and softmax.version is not None and softmax.output._version == softmax.version
-    x, dims = (softmax.scores, softmax.dims) if softmax is not None and kept else (found.weights, found.note.dims)
-    made = arranged(x, dims, found.keys, batches, sizes, heads)
+    x, dims = (softmax.scores, softmax.dims) if softmax is not None and kept else (weighted.weights, weighted.note.dims)
+    made = arranged(x, dims, weighted.keys, batches, sizes, heads)
     if isinstance(made, str):
         return made
     made = made.detach()
@@ -599,7 +601,7 @@ def call_of(found: Found, batches: set[int], sizes: set[int], heads: int | None)
         return softmax_call(made)
     if bool((made < 0).any()):
         return "it multiplies its values with negative numbers, which are no weights"
-    if found.note.weighted.startswith("exp") and not are_distributions(made):
+    if weighted.note.weighted.startswith("exp") and not are_distributions(made):
         return (
             "it multiplies its values with exponentials, and divides by the sum of its exponentials afterwards or never"
         )

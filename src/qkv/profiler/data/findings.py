@@ -350,12 +350,13 @@ class Findings:
             detail = "No token receives this weight."
             found.append(Finding(percent(shares["sink_logit"]), meaning, detail, statistic="sink_mass"))
         found += [self._special(shares["special"]), self._typed() if len(self.types) > 1 else None]
-        entropy = heads["entropy"].median()
+        entropy, keys = heads["entropy"].median(), round(np.exp(heads["entropy"].median()))
+        shared = "one key had all the weight" if keys == 1 else f"{keys:,} keys shared the weight evenly"
         found.append(
             Finding(
                 written(heads["entropy_ratio"].median(), "ratio"),
                 "of the largest possible entropy, in the median head",
-                f"The entropy is {written(entropy, 'nats')}, {shared_by(entropy)}.",
+                f"The entropy is {written(entropy, 'nats')}, as if {shared}.",
                 statistic="entropy_ratio",
             )
         )
@@ -571,12 +572,6 @@ def first_token(data: xr.Dataset) -> str:
 def listed(parts: list[str]) -> str:
     """ "a, b and c" """
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def shared_by(entropy: float) -> str:
-    """An entropy in nats in words: the number of keys that would share the weight evenly."""
-    keys = round(np.exp(entropy))
-    return "as if one key had all the weight" if keys == 1 else f"as if {keys:,} keys shared the weight evenly"
 
 
 def _rows(chosen: Any) -> tuple[int, ...]:
