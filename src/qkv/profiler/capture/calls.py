@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from qkv.huggingface.masks import MASKED, read_mask
 from qkv.masks import Causal, Grid, Mask, Region, Shifted
 from qkv.masks.convert import from_flex
 from qkv.normalizers import Normalizer, Pointwise
+from qkv.profiler.capture.tracing import FEATURES, PLAIN, UNKNOWN, Dims, WeightedSum, size_of
 from qkv.scores import Dot
 
 F = nn.functional
@@ -259,3 +261,81 @@ def _four(x: Tensor, heads: int | None) -> Tensor:
     if x.ndim == 3:
         return x.unflatten(0, (-1, heads)) if heads and x.shape[0] % heads == 0 else x[:, None]
     return x.flatten(0, -4)
+
+
+# --- weights that a model forms ---------------------------------------------------------------------------------------
+
+
+def heads_unknown(what: str, x: Tensor, heads: int | None) -> str:
+    """Why a module cannot be read whose queries or weights have several dimensions that may be heads."""
+    number = "; set its attribute num_heads" if heads is None else f" for its {heads} heads"
+    return f"its {what} have shape {tuple(x.shape)}, and which of its dimensions are heads cannot be told{number}"
+
+
+def arranged(x: Tensor, dims: Dims, keys: str, batches: set[int], sizes: set[int], heads: int | None) -> Tensor | str:
+    """Weights or scores as (batch, heads, queries, keys), or why it cannot be told which of its dimensions are these.
+
+    Args:
+        x: the weights.
+        dims: their dimensions.
+        keys: whether keys are rows or columns.
+        batches: the numbers of batch items that the model and the running modules read.
+        sizes: all sizes of what they read; windows that divide the tokens are batch items.
+        heads: the number of heads that the module states, if it does.
+    """
+    factors = [f for own in dims for f in own]
+    lead = [i for i, f in enumerate(factors) if f.part is None and f.size > 1]
+    known = [i for i in lead if factors[i].origin == FEATURES]
+    open_ = [i for i in lead if factors[i].origin == UNKNOWN]
+
+    def size(of: Iterable[int]) -> int:
+        return size_of(factors[i] for i in of)
+
+    n_keys = size(i for i, f in enumerate(factors) if f.part == keys)
+
+    def are_items(of: Iterable[int]) -> bool:
+        items = list(of)
+        n, plain = size(items), all(factors[i].origin == PLAIN for i in items)
+        return n in batches or (plain and any(n % b == 0 and n // b * n_keys in sizes for b in batches))
+
+    chosen = None
+    if are_items(set(lead) - set(known)) and (heads is None or not open_ or size(known) == heads):
+        chosen = known
+    else:
+        options = [
+            (*known, *more)
+            for n in range(1, len(open_) + 1)
+            for more in itertools.combinations(open_, n)
+            if are_items(set(lead) - set(known) - set(more))
+        ]
+        options = [o for o in options if heads is None or size(o) == heads] if len(options) > 1 or heads else options
+        chosen = sorted(options[0]) if len(options) == 1 else None
+    if chosen is None:
+        return heads_unknown("weights", x, heads)
+    order = [
+        [i for i, f in enumerate(factors) if f.part is None and i not in chosen], chosen,
+        [i for i, f in enumerate(factors) if f.part not in (None, keys)],
+        [i for i, f in enumerate(factors) if f.part == keys],
+    ]  # fmt: skip
+    split = x.reshape([f.size for f in factors]).permute([i for axes in order for i in axes])
+    return split.reshape([size(axes) for axes in order])
+
+
+def call_of_weighted_sum(weighted: WeightedSum, batches: set[int], sizes: set[int], heads: int | None) -> Call | str:
+    """The call of weights that were found, or why they cannot be read."""
+    softmax = weighted.note.softmax
+    kept = softmax is not None and softmax.version is not None and softmax.output._version == softmax.version
+    x, dims = (softmax.scores, softmax.dims) if softmax is not None and kept else (weighted.weights, weighted.note.dims)
+    made = arranged(x, dims, weighted.keys, batches, sizes, heads)
+    if isinstance(made, str):
+        return made
+    made = made.detach()
+    if kept:
+        return softmax_call(made)
+    if bool((made < 0).any()):
+        return "it multiplies its values with negative numbers, which are no weights"
+    if weighted.note.weighted.startswith("exp") and not are_distributions(made):
+        return (
+            "it multiplies its values with exponentials, and divides by the sum of its exponentials afterwards or never"
+        )
+    return call_of_weights(made)

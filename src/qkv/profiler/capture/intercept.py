@@ -25,21 +25,13 @@ from torch.overrides import TorchFunctionMode
 
 from qkv.engine import Call, Result
 from qkv.errors import InputError
+from qkv.profiler.capture import calls
 from qkv.profiler.capture.caches import Installed, overridden
-from qkv.profiler.capture.calls import (
-    chunked,
-    fast_path_call,
-    flex_call,
-    multi_head_arguments,
-    multi_head_call,
-    real_keys,
-    sdpa_call,
-)
 from qkv.profiler.capture.interventions import ACTIVE
 from qkv.profiler.capture.modules import is_attention
 from qkv.profiler.capture.receiver import Receiver
 from qkv.profiler.capture.record import served, weights_of
-from qkv.profiler.capture.tracing import FEATURES, UNKNOWN, Tracer, WeightedSum, call_of
+from qkv.profiler.capture.tracing import FEATURES, UNKNOWN, Tracer, WeightedSum
 
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
 FAST_PATHS = {
@@ -152,13 +144,13 @@ class Intercept(TorchFunctionMode):
                 return None if at is None else self._sdpa(self.names[id(module)], heads, at, args, kwargs)
         elif func is MULTI_HEAD and (module := self._module()) is not None:
             self._deliver()
-            multi_head = multi_head_call(*args, **kwargs)
+            multi_head = calls.multi_head_call(*args, **kwargs)
             if multi_head is None:
                 self._cannot_read("its keys or values are projected outside of it")
             else:
-                arguments, name = multi_head_arguments(*args, **kwargs), self.names[id(module)]
+                arguments, name = calls.multi_head_arguments(*args, **kwargs), self.names[id(module)]
                 given = {
-                    "keys": real_keys(multi_head, *args, **kwargs),
+                    "keys": calls.real_keys(multi_head, *args, **kwargs),
                     "appended": (arguments["bias_k"] is not None) + arguments["add_zero_attn"],
                 }
                 if ACTIVE.get(self.model):
@@ -166,7 +158,7 @@ class Intercept(TorchFunctionMode):
                 self._report(name, "sdpa", multi_head, **given)
         elif isinstance(func, HigherOrderOperator) and func.name() == "flex_attention" and (module := self._module()):
             self._deliver()
-            name, call, (out, *more) = self.names[id(module)], flex_call(*args, **kwargs), func(*args, **kwargs)
+            name, call, (out, *more) = self.names[id(module)], calls.flex_call(*args, **kwargs), func(*args, **kwargs)
             self.observer.checks.of_flex(name, out, call)
             return self._report(name, "sdpa", call, Result(out)).out, *more
         elif func in FAST_PATHS:
@@ -185,10 +177,7 @@ class Intercept(TorchFunctionMode):
             known = [i for i, n in enumerate(query.shape[:-2]) if i > 0 and n == 1][:1]
         if len(known) == 1 and heads in (None, query.shape[known[0]]):
             return known[0]
-        self._cannot_read(
-            f"its queries have shape {tuple(query.shape)}, and which of its dimensions are heads cannot be told"
-            + ("; set its attribute num_heads" if heads is None else f" for its {heads} heads")
-        )
+        self._cannot_read(calls.heads_unknown("queries", query, heads))
         return None
 
     def _sdpa(
@@ -205,7 +194,7 @@ class Intercept(TorchFunctionMode):
         given |= {m: moved(given[m], at, -3) for m in ("query", "key", "value")}
         if (mask := given.get("attn_mask")) is not None and mask.ndim > 2:
             given["attn_mask"] = moved(mask[(None,) * (n - mask.ndim)], at, -3) if n > 4 else mask
-        call, shape = sdpa_call(heads, **given)
+        call, shape = calls.sdpa_call(heads, **given)
         if self.model_computes:
             out: Tensor = SDPA(*args, **kwargs)
             mine = moved(out, at, -3).reshape(*call.q.shape[:3], call.v.shape[3])
@@ -249,7 +238,7 @@ class Intercept(TorchFunctionMode):
             x, mask, padding = frame["src"], frame["src_mask"], frame["src_key_padding_mask"]
         padded = encoder is not None and x.is_nested and not encoder["src"].is_nested
         length = encoder["src"].shape[1] if padded and encoder is not None else None
-        call, keys = fast_path_call(module, x, mask, padding, length)
+        call, keys = calls.fast_path_call(module, x, mask, padding, length)
         name = self.names[id(getattr(module, "self_attn", module))]
         self._report(name, "sdpa", call, keys=keys, one_state=True)
 
@@ -282,7 +271,7 @@ class Intercept(TorchFunctionMode):
             return
         batches = set().union(*(first for first, _ in self.sizes))
         sizes = set().union(*(all_ for _, all_ in self.sizes))
-        call = call_of(weighted, batches, sizes, self._heads(module))
+        call = calls.call_of_weighted_sum(weighted, batches, sizes, self._heads(module))
         if isinstance(call, str):
             self._cannot_read(call, module)
             return
@@ -298,20 +287,20 @@ class Intercept(TorchFunctionMode):
     def _deliver(self) -> None:
         """Report the calls of the module that attended last."""
         waiting, self.waiting = self.waiting, []
-        calls = list[Call]()
+        whole = list[Call]()
         for part in waiting:
             total = sum(piece.call.q.shape[2] for piece in part)
             if len(part) > 1 and total in part[0].sizes:
-                calls.append(chunked([piece.call for piece in part]))
+                whole.append(calls.chunked([piece.call for piece in part]))
             elif len(part) == 1 or (total == len(part) and len({piece.call.k.shape[2] for piece in part}) == 1):
-                calls += [piece.call for piece in part]  # of several, each is a step of a decoder
+                whole += [piece.call for piece in part]  # of several, each is a step of a decoder
             else:
                 total = -1
             if total < 0 or (len(waiting) > 1 and total not in part[0].sizes):
                 reason = "it attends in parts, and the places of its queries and keys are not known"
                 self.unreadable.setdefault(part[0].name, reason)
                 return
-        for call in calls:
+        for call in whole:
             self._report(waiting[0][0].name, "softmax", call)
 
     def _report(self, name: str, source: str, call: Call, result: Result | None = None, **details: Any) -> Result:

@@ -8,7 +8,6 @@ and windows do not. It also knows which dimensions are the rows and the columns 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-
-from qkv.engine import Call
-from qkv.profiler.capture.calls import are_distributions, call_of_weights, softmax_call
 
 FEATURES, PLAIN, UNKNOWN = "features", "plain", "unknown"
 ROWS, COLUMNS = "rows", "columns"
@@ -191,7 +187,7 @@ class Tracer:
         if results[0].ndim < tensors[0].ndim and isinstance(dim, int | tuple | list):  # a sum, a maximum
             gone = {d % tensors[0].ndim for d in ([dim] if isinstance(dim, int) else dim) if isinstance(d, int)}
             left = tuple(own for i, own in enumerate(first.dims) if i not in gone)
-            if all([math.prod(f.size for f in own) for own in left] == [*x.shape] for x in results):
+            if all([*map(size_of, left)] == [*x.shape] for x in results):
                 return [_checked(replace(first, dims=left, softmax=None)) for _ in results]
         notes = [self._spread(x, tensors) for x in results]
         if name in FUNCTIONS:
@@ -218,7 +214,7 @@ class Tracer:
                 if at < 0 or len(note.dims) > out.ndim or (best is not None and note.parameter):
                     continue
                 own = note.dims[at]
-                n = math.prod(f.size for f in own)
+                n = size_of(own)
                 if n != size and len(note.dims) != out.ndim:
                     continue
                 if n != size:
@@ -226,7 +222,7 @@ class Tracer:
                         continue
                     factor = own[0] if len({(f.origin, f.part) for f in own}) == 1 else Factor(1, UNKNOWN)
                     own = (replace(factor, size=size),)
-                own = own if note is chain else tuple(replace(f, part=None) for f in own)
+                own = own if note is chain else _unmarked(own)
                 rank = max(
                     4 - (f.origin == FEATURES) if f.part else 2 * (f.origin == FEATURES) + (f.origin == UNKNOWN)
                     for f in own
@@ -249,7 +245,7 @@ class Tracer:
         product = before.product
         if (product is None or not parts) and out.ndim >= 3 and not self.over_features(scores, dim):  # additive
             product = Product(True, self.module(), formed=False)
-            dims = [tuple(replace(f, part=None) for f in own) for own in before.dims]
+            dims = [_unmarked(own) for own in before.dims]
             dims[dim] = tuple(replace(f, part=COLUMNS) for f in dims[dim])
             parts, before = {COLUMNS}, replace(before, dims=tuple(dims), product=product)
         if product is None or len(parts) != 1:
@@ -331,7 +327,7 @@ class Tracer:
         if len(sides) == 2:
             by_letter = dict(zip(left, note.dims, strict=True))
             note = _checked(replace(note, dims=tuple(by_letter[x] for x in sides[-1]), softmax=None))
-        return note if [math.prod(f.size for f in own) for own in note.dims] == [*out.shape] else self._spread(out, [])
+        return note if [*map(size_of, note.dims)] == [*out.shape] else self._spread(out, [])
 
     def _product(
         self, letters: tuple[str, str, str], notes: tuple[Note, Note], b: Tensor, a: Tensor | None
@@ -389,12 +385,10 @@ class Tracer:
             self.unused.pop(id(product), None)
             at = next(n for n, x in enumerate(sides[1 - i]) if x in summed)
             self.on_weighted_sum(WeightedSum(tensor, note, keys, other, at))
-        shape = {
-            x: max(math.prod(f.size for f in side[x]) for side in by_letter if x in side) for x in letters[2]
-        }  # fmt: skip
+        shape = {x: max(size_of(side[x]) for side in by_letter if x in side) for x in letters[2]}
         dims = {x: self._dim(x, shape[x], by_letter, notes) for x in letters[2]}
         if attends:
-            return Note(tuple(tuple(replace(f, part=None) for f in dims[x]) for x in letters[2]))
+            return Note(tuple(_unmarked(dims[x]) for x in letters[2]))
         only = [set(letters[2]) & set(sides[0]) - set(sides[1]), set(letters[2]) & set(sides[1]) - set(sides[0])]
         only = [{x for x in axes if x < "\u0100"} or axes for axes in only]  # not those that are broadcast
         for axes, part in zip(only, (ROWS, COLUMNS), strict=True):
@@ -420,20 +414,30 @@ class Tracer:
         candidates = [
             (note.parameter, own)
             for side, note in zip(by_letter, notes, strict=True)
-            if (own := side.get(letter)) is not None and math.prod(f.size for f in own) == size
+            if (own := side.get(letter)) is not None and size_of(own) == size
         ]
         if not candidates:
             return (Factor(size, UNKNOWN),)
 
         def heads(own: tuple[Factor, ...]) -> int:  # those of the keys may be fewer, and repeated
-            return math.prod(f.size for f in own if f.origin == FEATURES)
+            return size_of(f for f in own if f.origin == FEATURES)
 
         if len(candidates) == 1 and candidates[0][0] and not all(note.parameter for note in notes):
             return (Factor(size, FEATURES),)
-        known = sorted(
+        _, likeliest = min(
             candidates, key=lambda x: (x[0], all(f.origin == UNKNOWN for f in x[1]), -heads(x[1]), -len(x[1]))
         )
-        return tuple(replace(f, part=None) for f in known[0][1])
+        return _unmarked(likeliest)
+
+
+def size_of(factors: Iterable[Factor]) -> int:
+    """The size of a dimension with these factors."""
+    return math.prod(f.size for f in factors)
+
+
+def _unmarked(factors: Iterable[Factor]) -> tuple[Factor, ...]:
+    """The factors without the rows and columns of a product."""
+    return tuple(replace(f, part=None) for f in factors)
 
 
 def _are_heads(factors: tuple[Factor, ...]) -> bool:
@@ -451,7 +455,7 @@ def _checked(note: Note) -> Note:
     parts = {f.part for own in note.dims for f in own} - {None}
     if note.product is not None and parts:
         return note
-    dims = tuple(tuple(replace(f, part=None) for f in own) for own in note.dims) if parts else note.dims
+    dims = tuple(_unmarked(own) for own in note.dims) if parts else note.dims
     return replace(note, dims=dims, product=None, weighted="")
 
 
@@ -529,80 +533,3 @@ def _matmul_letters(a: int, b: int) -> list[str] | None:
         return None
     lead = "".join(map(chr, range(0x100, 0x100 + max(a, b) - 2)))
     return [lead[len(lead) - a + 2 :] + "is", lead[len(lead) - b + 2 :] + "sj", lead + "ij"]
-
-
-# --- from weights to calls --------------------------------------------------------------------------------------------
-
-
-def arranged(
-    x: Tensor, dims: Dims, keys: str, batches: set[int], sizes: set[int], heads: int | None
-) -> Tensor | str:  # fmt: skip
-    """Weights or scores as (batch, heads, queries, keys), or why it cannot be told which of its dimensions are these.
-
-    Args:
-        x: the weights.
-        dims: their dimensions.
-        keys: whether keys are rows or columns.
-        batches: the numbers of batch items that the model and the running modules read.
-        sizes: all sizes of what they read; windows that divide the tokens are batch items.
-        heads: the number of heads that the module states, if it does.
-    """
-    factors = [f for own in dims for f in own]
-    lead = [i for i, f in enumerate(factors) if f.part is None and f.size > 1]
-    known = [i for i in lead if factors[i].origin == FEATURES]
-    open_ = [i for i in lead if factors[i].origin == UNKNOWN]
-
-    def size(of: Iterable[int]) -> int:
-        return math.prod(factors[i].size for i in of)
-
-    n_keys = size(i for i, f in enumerate(factors) if f.part == keys)
-
-    def are_items(of: Iterable[int]) -> bool:
-        items = list(of)
-        n, plain = size(items), all(factors[i].origin == PLAIN for i in items)
-        return n in batches or (plain and any(n % b == 0 and n // b * n_keys in sizes for b in batches))
-
-    chosen = None
-    if are_items(set(lead) - set(known)) and (heads is None or not open_ or size(known) == heads):
-        chosen = known
-    else:
-        options = [
-            (*known, *more)
-            for n in range(1, len(open_) + 1)
-            for more in itertools.combinations(open_, n)
-            if are_items(set(lead) - set(known) - set(more))
-        ]
-        options = [o for o in options if heads is None or size(o) == heads] if len(options) > 1 or heads else options
-        chosen = sorted(options[0]) if len(options) == 1 else None
-    if chosen is None:
-        return (
-            f"its weights have shape {tuple(x.shape)}, and which of its dimensions are heads cannot be told"
-            + ("; set its attribute num_heads" if heads is None else f" for its {heads} heads")
-        )  # fmt: skip
-    order = [
-        [i for i, f in enumerate(factors) if f.part is None and i not in chosen], chosen,
-        [i for i, f in enumerate(factors) if f.part not in (None, keys)],
-        [i for i, f in enumerate(factors) if f.part == keys],
-    ]  # fmt: skip
-    split = x.reshape([f.size for f in factors]).permute([i for axes in order for i in axes])
-    return split.reshape([size(axes) for axes in order])
-
-
-def call_of(weighted: WeightedSum, batches: set[int], sizes: set[int], heads: int | None) -> Call | str:
-    """The call of weights that were found, or why they cannot be read."""
-    softmax = weighted.note.softmax
-    kept = softmax is not None and softmax.version is not None and softmax.output._version == softmax.version
-    x, dims = (softmax.scores, softmax.dims) if softmax is not None and kept else (weighted.weights, weighted.note.dims)
-    made = arranged(x, dims, weighted.keys, batches, sizes, heads)
-    if isinstance(made, str):
-        return made
-    made = made.detach()
-    if kept:
-        return softmax_call(made)
-    if bool((made < 0).any()):
-        return "it multiplies its values with negative numbers, which are no weights"
-    if weighted.note.weighted.startswith("exp") and not are_distributions(made):
-        return (
-            "it multiplies its values with exponentials, and divides by the sum of its exponentials afterwards or never"
-        )
-    return call_of_weights(made)
