@@ -33,7 +33,6 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.loading import load_model
 from qkv.models.pretrained import from_weights, tell_rotary
 from qkv.profiler.analyses.eviction import (
-    FACTS,
     Eviction,
     divided,
     eviction,
@@ -42,8 +41,8 @@ from qkv.profiler.analyses.eviction import (
     layer_costs,
     mass_lost,
     nats_of,
-    needle,
 )
+from qkv.profiler.analyses.needle import FACTS, needle
 from qkv.profiler.capture.datasets import calls_of
 
 FIRST = 2

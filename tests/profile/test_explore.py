@@ -27,8 +27,7 @@ from qkv.models.checkpoint import folder_of
 from qkv.plot.map import map_figure
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore import pyramid
-from qkv.profiler.explore.attention_map import AttentionMap, attention_map
-from qkv.profiler.explore.explorer import CacheBudget, Cancelled, Explorer
+from qkv.profiler.explore.explorer import AttentionMap, CacheBudget, Cancelled, Explorer, attention_map
 from qkv.profiler.explore.pyramid import Pyramid, SingleFlightCache, new_tile_cache
 from qkv.statistics import maps
 from qkv.statistics.measure import row_state

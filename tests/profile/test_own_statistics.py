@@ -20,7 +20,7 @@ from qkv.errors import InputError
 from qkv.plot import survey as survey_plots
 from qkv.profiler import Survey, survey
 from qkv.profiler.data.variables import custom_variables
-from qkv.profiler.surveys.data import QUANTITIES
+from qkv.profiler.surveys.accumulators import QUANTITIES
 from qkv.report.payload import payload
 from qkv.statistics import BUILT_IN, Mass, Statistic, WeightTile
 from survey_process import own_survey

@@ -26,7 +26,7 @@ from qkv.errors import InputError
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.plot import survey as survey_plots
 from qkv.profiler.surveys import corpus
-from qkv.profiler.surveys.data import BINS, DIGITS, QUANTITIES, Layer, edges
+from qkv.profiler.surveys.accumulators import BINS, DIGITS, QUANTITIES, Layer, edges
 from qkv.profiler.surveys.survey import Special, Survey, definition_of, survey
 from qkv.profiler.surveys.surveyor import Piece, batches_of, pieces
 from qkv.report.html import render_survey

@@ -11,7 +11,7 @@ import torch
 import qkv
 from qkv.profiler import corpora
 from qkv.profiler.capture import residual
-from qkv.profiler.surveys.data import PREFIX
+from qkv.profiler.surveys.accumulators import PREFIX
 from qkv_lab import heads
 from research.sinks.effects import FirstKey, Magnitudes, Rows
 from research.sinks.subject import Subject

@@ -18,7 +18,7 @@ from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
     from qkv.models.loading import Loaded
-    from qkv.profiler.explore.attention_map import AttentionMap
+    from qkv.profiler.explore.explorer import AttentionMap
     from qkv.statistics.maps import Picture
 
 
@@ -73,7 +73,7 @@ def head_map(
     from qkv.models import loading
     from qkv.plot.layout import save_figure
     from qkv.plot.map import map_figure, sentence
-    from qkv.profiler.explore import attention_map as maps
+    from qkv.profiler.explore import explorer as maps
     from qkv.statistics.maps import checked_slice
 
     window = {"--rows": _slice("--rows", rows), "--cols": _slice("--cols", cols)}

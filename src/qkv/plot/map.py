@@ -39,7 +39,7 @@ from qkv.statistics.maps import Picture
 if TYPE_CHECKING:
     import xarray as xr
 
-    from qkv.profiler.explore.attention_map import AttentionMap
+    from qkv.profiler.explore.explorer import AttentionMap
 
 
 POOLS = ("max", "mean", "both")

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from qkv.plot.layout import ACCENT, PERCENT, WARM, HeadMap, charts, colour_bar, head_maps, heat, place, plain, titled
 from qkv.profiler.data.frames import percent
 from qkv.profiler.data.tables import SINK_THRESHOLD
-from qkv.profiler.surveys.data import QUANTITIES, edges
+from qkv.profiler.surveys.accumulators import QUANTITIES, edges
 
 if TYPE_CHECKING:
     from qkv.profiler.surveys.data import Survey

@@ -4,15 +4,15 @@ It imports models and statistics. Read `capture/observe.py`, which observes a mo
 """
 
 from qkv.profiler.analyses.ablation import Ablation, ablation
-from qkv.profiler.analyses.eviction import Eviction, eviction, needle
+from qkv.profiler.analyses.eviction import Eviction, eviction
 from qkv.profiler.analyses.flow import rollout
 from qkv.profiler.analyses.mixing import mixing
+from qkv.profiler.analyses.needle import needle
 from qkv.profiler.analyses.sources import Readers, Sources, sources
 from qkv.profiler.comparison import Comparison, compare
 from qkv.profiler.corpora import default_text
 from qkv.profiler.editing import everywhere, head_outputs
-from qkv.profiler.explore.attention_map import AttentionMap, attention_map
-from qkv.profiler.explore.explorer import Explorer
+from qkv.profiler.explore.explorer import AttentionMap, Explorer, attention_map
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.survey import survey
 

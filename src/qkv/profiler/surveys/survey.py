@@ -22,9 +22,10 @@ from qkv.profiler.capture.inputs import Special, positions
 from qkv.profiler.capture.probes import weights_hash
 from qkv.profiler.data.tables import SINK_THRESHOLD
 from qkv.profiler.data.variables import checked_custom
-from qkv.profiler.surveys import corpus, data, on_ray
+from qkv.profiler.surveys import accumulators, corpus, on_ray
+from qkv.profiler.surveys.accumulators import PREFIX, QUANTITIES
 from qkv.profiler.surveys.corpus import Corpus
-from qkv.profiler.surveys.data import PREFIX, QUANTITIES, Survey
+from qkv.profiler.surveys.data import VERSION, Survey
 from qkv.profiler.surveys.folder import Folder, check_complete, merge_shards
 from qkv.profiler.surveys.surveyor import OnBatch, Surveyor, capacity_of, vocabulary
 
@@ -132,7 +133,7 @@ def definition_of(model: nn.Module, tokenizer: Any, settings: Settings) -> dict[
     length = settings.length or min(limit or LENGTH, LENGTH)
     _, overlap = capacity_of(Special.of(tokenizer), length, settings.overlap)
     return {
-        "version": data.VERSION,
+        "version": VERSION,
         "model": settings.name,
         "weights": weights_hash(model),
         "configuration": _configuration(model),
@@ -146,8 +147,8 @@ def definition_of(model: nn.Module, tokenizer: Any, settings: Settings) -> dict[
         **({"chat": True} if settings.chat else {}),
         "shares_of_rows": True,
         "sink_score": {"queries": PREFIX, "threshold": SINK_THRESHOLD},
-        "sketch": {"kind": "t-digest (Apache DataSketches)", "k": data.CENTROIDS},
-        "quantities": data.described(settings.statistics),
+        "sketch": {"kind": "t-digest (Apache DataSketches)", "k": accumulators.CENTROIDS},
+        "quantities": accumulators.described(settings.statistics),
     }
 
 

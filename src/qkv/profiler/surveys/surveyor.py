@@ -28,18 +28,9 @@ from qkv.profiler.capture.observe import observe
 from qkv.profiler.capture.observer import Observer, unobserved
 from qkv.profiler.capture.record import Measures, ObservedCall, refuse_nan
 from qkv.profiler.data.tables import is_delimiter
+from qkv.profiler.surveys.accumulators import PREFIX, QUANTITIES, Group, Layer, Quantities, number, of_description
 from qkv.profiler.surveys.corpus import Document, Part
-from qkv.profiler.surveys.data import (
-    EXAMPLES,
-    PREFIX,
-    QUANTITIES,
-    Group,
-    Layer,
-    Quantities,
-    Survey,
-    number,
-    of_description,
-)
+from qkv.profiler.surveys.data import EXAMPLES, Survey
 from qkv.profiler.surveys.folder import label
 from qkv.results import Statistics
 from qkv.statistics import Statistic
