@@ -22,8 +22,8 @@ from qkv.cache import Full, HeavyHitters, Sinks, Sliding
 from qkv.cache.evicting import policies_of
 from qkv.edits import Zero
 from qkv.huggingface.generation import attending_through
-from qkv.models.loading import load_text_model
 from qkv.models.pretrained import tell_rotary
+from qkv.models.text import load_text_model
 from qkv.profiler.analyses.ablation import ablation, next_token_loss
 from qkv.profiler.analyses.eviction import eviction
 

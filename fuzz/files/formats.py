@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import qkv
 from benchmarks.mechanisms import run as bench
 from qkv.models import DecoderConfig, DecoderLM, loading
-from qkv.models.loading import load_text_model
+from qkv.models.text import load_text_model
 from qkv.profiler import Survey
 from qkv.profiler.analyses import ablation
 from qkv_lab import log, resume, settings, tokens

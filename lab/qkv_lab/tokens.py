@@ -19,7 +19,7 @@ from jaxtyping import Int, Integer
 
 from qkv._progress import say, spinner
 from qkv.errors import InputError, one_of, refusing
-from qkv.models.loading import TextTokenizer
+from qkv.models.text import TextTokenizer
 from qkv.models.tokenizers import ByteTokenizer
 from qkv.profiler import corpora
 from qkv.profiler.corpora import write_cached

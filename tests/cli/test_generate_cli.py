@@ -21,7 +21,7 @@ from qkv import cache
 from qkv.models import checkpoint
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv.models.generation import Sampler, generate, text_stream
-from qkv.models.loading import load_text_model
+from qkv.models.text import load_text_model
 from qkv_lab.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 
 transformers = pytest.importorskip("transformers", reason="the oracle is transformers")

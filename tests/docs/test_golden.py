@@ -16,7 +16,7 @@ from benchmarks.mechanisms.run import load as load_bench
 from conftest import refused
 from qkv import lab
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.models.loading import load_text_model
+from qkv.models.text import load_text_model
 from qkv.profiler import Survey
 from qkv.profiler.analyses import ablation
 from qkv_lab import log, resume, settings, tokens

@@ -13,7 +13,8 @@ import qkv
 from conftest import Command
 from qkv import models
 from qkv.models import DecoderLM, checkpoint
-from qkv.models.loading import SAMPLE, load_model, load_text_model
+from qkv.models.loading import SAMPLE, load_model
+from qkv.models.text import load_text_model
 from qkv.profiler.corpora import default_text
 from qkv_lab import grammar, settings, translate
 from qkv_lab.loop import sample

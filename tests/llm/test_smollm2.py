@@ -12,7 +12,8 @@ import qkv
 from qkv.errors import InputError
 from qkv.models import gguf_files
 from qkv.models.generation import Sampler, generate
-from qkv.models.loading import TextModel, chat_tokens, load_text_model
+from qkv.models.loading import chat_tokens
+from qkv.models.text import TextModel, load_text_model
 from qkv.profiler.analyses.answers import answer_shares, parts_of
 from qkv.profiler.analyses.eviction import eviction
 from qkv.profiler.capture.probes import weights_hash

@@ -17,6 +17,7 @@ import qkv
 from conftest import Command, refused
 from qkv.cli.shared import saved_profile
 from qkv.models import gguf_files, loading
+from qkv.models.text import load_text_model
 
 pytest.importorskip("gguf", reason="GGUF files are read with the package gguf")
 pytest.importorskip("transformers", reason="GGUF files are read with transformers")
@@ -47,7 +48,7 @@ def test_a_gguf_file_gives_the_model_that_wrote_it(written: tuple[Path, LlamaFor
         torch.testing.assert_close(qkv.load(str(file))[0](IDS).last_hidden_state, states, rtol=1e-5, atol=1e-5)
         converted = qkv.models.load(str(file))
         torch.testing.assert_close(converted(IDS), expected, rtol=1e-4, atol=1e-5)
-        continued = loading.load_text_model(str(file))
+        continued = load_text_model(str(file))
         torch.testing.assert_close(continued.model(IDS), expected, rtol=1e-4, atol=1e-5)
     assert continued.end == (1,)
     assert tokenizer.convert_ids_to_tokens(IDS[0].tolist())[0] == "<s>"
@@ -278,7 +279,7 @@ def test_a_chat_is_profiled_and_answered_as_its_template_writes_it(
 
 def test_shares_of_the_parts_of_a_chat_are_sums_of_the_weights(written: tuple[Path, LlamaForCausalLM]) -> None:
     """The parts are where their text is, and the weights are those of transformers, in float64."""
-    loaded = loading.load_text_model(str(written[0]), dtype="float64")
+    loaded = load_text_model(str(written[0]), dtype="float64")
     tokenizer = loaded.tokenizer.whole
     prompt = loaded.encode("Why is it?", chat=True)
     ids = [*prompt, 40, 41, 96, 7]

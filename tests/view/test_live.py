@@ -15,7 +15,8 @@ import torch
 import qkv
 from conftest import refused
 from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM, Sampler, generate
-from qkv.models.loading import Loaded, load_model, load_text_model
+from qkv.models.loading import Loaded, load_model
+from qkv.models.text import load_text_model
 from qkv.server.live import EXAMPLE, Live, _change
 
 

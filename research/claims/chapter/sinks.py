@@ -12,7 +12,7 @@ from torch import Tensor
 import qkv
 from qkv import kernels, masks
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.models.loading import load_text_model
+from qkv.models.text import load_text_model
 from qkv.nn import MultiHeadAttention
 from qkv.normalizers import EluPlusOne, Sigmoid, Softmax
 from qkv.profiler.corpora import default_text

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from qkv.cache import Cache
     from qkv.models.decoder import DecoderLM, DecoderState
-    from qkv.models.loading import TextModel
+    from qkv.models.text import TextModel
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def generate(
         out: Folder for the results of --profile.
     """
     from qkv.models.generation import Sampler, text_stream
-    from qkv.models.loading import is_translator, load_text_model
+    from qkv.models.text import is_translator, load_text_model
 
     if given.text is None and given.file is None and given.chat is None:
         raise InputError("prompt is missing, expected a text, --file with a text file, or --chat with a question")

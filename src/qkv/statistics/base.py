@@ -485,6 +485,12 @@ class Product(Statistic):
         return product[..., 0] if self.parts == 1 else product.movedim(-1, 0)
 
 
+def check_queries(queries: Bool[Tensor, "b nq"], q: Float[Tensor, "b h nq d"], name: str = "queries") -> None:
+    """Raise `InputError` unless it tells of each query in q whether it counts."""
+    if queries.dtype != torch.bool or queries.shape != (len(q), q.shape[2]):
+        raise InputError(f"{name} is {kind_of(queries)}, expected bool of shape {(len(q), q.shape[2])}")
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """The statistics to compute, in terms of the rows and keys of the call; masks and `firsts` of the whole matrix."""

@@ -19,6 +19,7 @@ from qkv.engine.sizes import sizes
 from qkv.engine.tiles import Tile, block_status
 from qkv.errors import InputError
 from qkv.masks import EMPTY, Region, Tiles
+from qkv.statistics.base import check_queries
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +72,9 @@ class HeadMap:
     def __init__(
         self, call: Call, rows: RowState, *, item: int = 0, head: int = 0, real: Bool[Tensor, "b nq"] | None = None
     ) -> None:
-        b, _, n_queries, _ = call.q.shape
         _check_indices(call, item, head)
-        if real is not None and (real.dtype != torch.bool or real.shape != (b, n_queries)):
-            raise InputError(f"real is {real.dtype} of shape {tuple(real.shape)}, expected bool of {(b, n_queries)}")
+        if real is not None:
+            check_queries(real, call.q, "real")
         self.grid = call.grid
         self._call, self._rows = detached(call), rows
         self._item, self._head = slice(item, item + 1), slice(head, head + 1)

@@ -15,7 +15,7 @@ from qkv.engine.tiles import RunningExtremes, Tile, tiles
 from qkv.errors import InputError, kind_of
 from qkv.masks import Grid
 from qkv.results import bin_size
-from qkv.statistics.base import Product, Request, Statistic, WeightTile
+from qkv.statistics.base import Product, Request, Statistic, WeightTile, check_queries
 
 SMALLEST = 1e-150  # a row with less mass counts as empty: the squares of its weights underflow
 
@@ -133,10 +133,9 @@ def weights_matmul(
     n = n_queries if transposed else n_keys
     if x.ndim != 4 or x.shape[0] != b or x.shape[1] not in (1, h) or x.shape[2] != n or not x.is_floating_point():
         raise InputError(f"x is {kind_of(x)}, expected floats of shape ({b}, 1 or {h}, {n}, m)")
-    if queries is not None and (queries.dtype != torch.bool or queries.shape != (b, n_queries)):
-        raise InputError(f"queries is {kind_of(queries)}, expected bool of shape {(b, n_queries)}")
     call = detached(call)
     if queries is not None:
+        check_queries(queries, call.q)
         call = replace(call, q=call.q.masked_fill(~queries[:, None, :, None], 0))
     wide = at_least_float32(call.q.dtype)
     product = Product(x.to(call.q.device, wide).expand(-1, h, -1, -1), transposed=transposed)

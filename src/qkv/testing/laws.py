@@ -424,8 +424,8 @@ def check_kernels(c: Composition, size: Size, dtype: torch.dtype = torch.float64
             forbid(*c.reported, wrong[..., None] & (out != 0), out, "0 without visible keys", what=f"{on}: the output ")
 
 
-def check_slopes(c: Composition, size: Size, directions: int = 2) -> None:
-    """Gradients of `attend` on two kernels equal finite differences, along random directions of each tensor."""
+def check_slopes(c: Composition, size: Size) -> None:
+    """Gradients of `attend` on two kernels equal finite differences, along two random directions of each tensor."""
     if isinstance(c.normalizer, SumToOne) and c.normalizer.one_key:
         return  # its gradient is defined as that of the soft weights
     where, c = describe(c, size, torch.float64), c.in_dtype(torch.float64)
@@ -439,7 +439,7 @@ def check_slopes(c: Composition, size: Size, directions: int = 2) -> None:
         for name, x in named.items():
             step, loose = (1e-6, 1e-5) if x.dtype == torch.float64 else (1e-4, 1e-2)
             before = x.detach().clone()
-            for seed in range(directions):
+            for seed in range(2):
                 direction = normal(*x.shape, seed=20 + seed, dtype=x.dtype)
                 ends = []
                 for sign in (1, -1):
@@ -555,12 +555,6 @@ def check_copies(thing: object, result: Callable[[Any], Tensor], what: str) -> N
         same(thing, way, f"made an object whose {what} differs: ", result(copy), before)
 
 
-def check_output_of_copies(c: Composition, size: Size) -> None:
-    """Copies of the object under examination give the same output of `attend`."""
-    tensors, where = triple(size, torch.float64), f"{size}, float64"
-    check_copies(c.thing, lambda copy: by_definition(c.of(copy), tensors, where)["output"], "output")
-
-
 def masked(c: Composition, size: Size) -> list[Composition]:
     """The composition without a mask, with holes and a query without visible keys, and causal with padding.
 
@@ -591,4 +585,5 @@ def check_attend(plain: Composition, sizes: Sequence[Size], more: Sequence[Compo
             check_masked(c, size)
     for size in sizes[:3]:
         check_measure(masked(plain, size)[2], size)
-    check_output_of_copies(plain, first)
+    tensors, where = triple(first, torch.float64), f"{first}, float64"
+    check_copies(plain.thing, lambda copy: by_definition(plain.of(copy), tensors, where)["output"], "output")
