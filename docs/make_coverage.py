@@ -35,12 +35,14 @@ the source for every module:
 * `interface`: the model uses transformers' attention interface, and qkv's kernels compute. Exact, in linear memory.
 * `differential`: the same for two softmaxes, one of which is subtracted. Both maps are exact;
   `attrs["differential"]` has the factor λ of the map that acts, softmax₁ − λ softmax₂, which the report and
-  `profile.plot.differential()` draw. Values are not measured.
+  `profile.plot.signed()` draw. Values are not measured.
 * `sdpa`: the model calls `scaled_dot_product_attention` or `nn.MultiheadAttention`. Exact, in linear memory (except for
   the weights that `nn.MultiheadAttention` itself forms if it has to return them).
 * `softmax`: the model writes its attention out: a softmax, a sigmoid or another function of a product of queries and
   keys, which is multiplied with values. It is found by what is computed, not by the names of classes. Exact, in
   quadratic memory, which the model needs anyway; its queries, keys and values are not known.
+* `hidden`: the hidden maps of linear attention, the group `linear`: Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear.
+  They are compared with the layer's output, and measured in linear memory. The table below leaves them out.
 * `returned`: the weights that an attention function of your own returns, see below.
 * `outputs`: the attention cannot be read during the forward pass, but a second forward pass returns the weights.
 

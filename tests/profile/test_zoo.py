@@ -135,7 +135,7 @@ def test_differential_attention_has_each_map_once_and_the_factor_of_the_map_that
     v = values[0].view(12, 4, 8).transpose(0, 1)
     of_keys = torch.cat([v[:2], v[2:]], -1).repeat_interleave(2, 0)  # (4 heads, 12 keys, both halves)
     torch.testing.assert_close((signed @ of_keys).transpose(0, 1), inputs[0][0], rtol=1e-4, atol=1e-5)
-    drawn = profile.plot.differential().axes[0].images[4:]  # the four heads of layer 1
+    drawn = profile.plot.signed().axes[0].images[4:]  # the four heads of layer 1
     np.testing.assert_allclose([np.ma.filled(one.get_array(), 0) for one in drawn], signed, atol=1e-6)
     assert drawn[0].norm.vmin == -drawn[0].norm.vmax, "both signs have colours"
     with qkv.watch(model) as watched:

@@ -66,6 +66,7 @@ def head_map(
         image: Read this image before the text, with a model that reads images; its patches have names.
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
         group: For a model with several kinds of attention: encoder, decoder or cross; by default the decoder's.
+            Layers of linear attention are the kind linear, whose maps are the absolute weights of the hidden map.
         out: Name of the PNG file.
         data: Also write the numbers to a file of the same name that ends in .npz: the arrays maximum, mean, visible
             (the share of unmasked pairs in each bin), row_edges and column_edges (the edges of the bins).

@@ -87,7 +87,7 @@ def write_mixing(loaded: Loaded, inputs: Any, position: int, out: Path) -> list[
     return [figure, table]
 
 
-FIGURES = ("overview", "received", "sinks", "types", "differential")
+FIGURES = ("overview", "received", "sinks", "types", "signed")
 
 
 def profile(
@@ -225,10 +225,11 @@ def _figures(result: Profile, out: Path) -> list[Path]:
     made = list[Path]()
     with bar("drawing", "figures", len(FIGURES)) as step:
         for name in FIGURES:
-            figure = getattr(result.plot, name)()
-            if figure is not None:
-                made.append(out / f"{name}.png")
-                save_figure(figure, made[-1])
+            for group in result.groups if name == "signed" else [result.main]:
+                figure = getattr(result.plot, name)(group=group)
+                if figure is not None:
+                    made.append(out / f"{name}{'' if group == result.main else f'-{group}'}.png")
+                    save_figure(figure, made[-1])
             step(1)
     return made
 

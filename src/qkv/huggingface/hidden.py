@@ -7,8 +7,8 @@ unit matrix as values gives W from the queries, keys and gates that the model pa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -54,32 +54,26 @@ def hidden_maps(model: nn.Module, /, **inputs: Any) -> dict[int, Float[Tensor, "
     >>> {layer: tuple(weights.shape) for layer, weights in maps.items()}  # layer 3 is softmax attention
     {0: (1, 2, 9, 9), 1: (1, 2, 9, 9), 2: (1, 2, 9, 9)}
     """
-    layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-    files = {type(layer).__module__: vars(sys.modules[type(layer).__module__]) for layer in layers}
-    found = {(file, name): names[name] for file, names in files.items() for name in RULES if name in names}
     maps: dict[int, Tensor] = {}
     running: list[nn.Module] = []
 
-    def measured(rule: Callable[..., Any]) -> Callable[..., Any]:
-        def run(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-            result = rule(query, key, value, g=g, beta=beta, **options)
-            index = int(running[-1].layer_idx)  # type: ignore[arg-type]
-            if index in maps:
-                raise InputError(f"model calls the delta rule of layer {index} more than once, expected one call")
-            maps[index] = _map(index, query, key, value, g, beta, result[0], **options)
-            return result
-
-        return run
+    def measured(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor, most: float) -> None:
+        index = int(running[-1].layer_idx)  # type: ignore[arg-type]
+        if index in maps:
+            raise InputError(f"model calls the delta rule of layer {index} more than once, expected one call")
+        unit = torch.eye(v.shape[2], device=v.device).expand(*v.shape[:3], -1)
+        maps[index] = linear_attend(q, k, unit, features=_same, normalize=False, decay=decay, beta=beta)
+        check(f"layer {index}", maps[index] @ v, out, most)
+        maps[index] = maps[index].cpu()
 
     def ended(*_: object) -> None:
         running.pop()
 
     with ExitStack() as stack, evaluation_mode(model), torch.no_grad():
-        for layer in layers:
+        for layer in linear_layers(model).values():
             stack.callback(layer.register_forward_pre_hook(lambda module, _: running.append(module)).remove)
             stack.callback(layer.register_forward_hook(ended, always_call=True).remove)
-        for (file, name), rule in found.items():
-            stack.enter_context(patch.dict(files[file], {name: measured(rule)}))
+        stack.enter_context(listening(model, measured))
         model(**{"use_cache": False} | inputs)
     if not maps:
         raise InputError(
@@ -89,26 +83,60 @@ def hidden_maps(model: nn.Module, /, **inputs: Any) -> dict[int, Float[Tensor, "
     return maps
 
 
-def _map(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, out: Tensor,
-    *, use_qk_l2norm_in_kernel: bool = False, initial_state: Tensor | None = None, **options: Any,
-) -> Float[Tensor, "b h n n"]:  # fmt: skip
-    """The weights of one call, whose tensors are (b, n, h, …)."""
-    if initial_state is not None or options.get("cu_seqlens") is not None:
-        raise InputError("inputs continue a cache, or pack several texts into one, expected whole texts")
-    q, k, v, decay, beta = (x.transpose(1, 2).float() for x in (query, key, value, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
-    q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
-    unit = torch.eye(v.shape[2], device=v.device).expand(*v.shape[:3], -1)
-    weights = linear_attend(
-        q * q.shape[3] ** -0.5, k, unit, features=lambda x: x, normalize=False, decay=decay, beta=beta
-    )
-    want, got = out.transpose(1, 2).float(), weights @ v
-    error, most = (got - want).abs().max(), max(1e-4, 4 * torch.finfo(out.dtype).eps) * want.abs().max()
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a Hugging Face model that compute the delta rule, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        names = vars(sys.modules[type(module).__module__])
+        kind = type(module).__name__
+        if isinstance(getattr(module, "layer_idx", None), int) and "Delta" in kind and any(x in names for x in RULES):
+            found[name] = module
+    return found
+
+
+@contextmanager
+def listening(model: nn.Module, on_call: Callable[..., None]) -> Iterator[None]:
+    """Inside, each call of the delta rule by a Hugging Face model is reported.
+
+    `on_call` gets queries, keys and values (b, h, n, …), decay, β, the output, and the largest difference that another
+    computation of the output may have.
+
+    Raises:
+        InputError: inside, if the text is continued or packed.
+    """
+    files = {type(x).__module__: vars(sys.modules[type(x).__module__]) for x in linear_layers(model).values()}
+    found = {(file, name): names[name] for file, names in files.items() for name in RULES if name in names}
+
+    def reporting(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def run(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
+            result = rule(query, key, value, g=g, beta=beta, **options)
+            if options.get("initial_state") is not None or options.get("cu_seqlens") is not None:
+                raise InputError("inputs continue a cache, or pack several texts into one, expected whole texts")
+            q, k, v, decay, rate, out = (x.transpose(1, 2).float() for x in (query, key, value, g, beta, result[0]))
+            if options.get("use_qk_l2norm_in_kernel", False):
+                q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
+            q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
+            most = max(1e-4, 4 * torch.finfo(result[0].dtype).eps) * float(out.abs().max())
+            on_call(q * q.shape[3] ** -0.5, k, v, decay, rate, out, most)
+            return result
+
+        return run
+
+    with ExitStack() as stack:
+        for (file, name), rule in found.items():
+            stack.enter_context(patch.dict(files[file], {name: reporting(rule)}))
+        yield
+
+
+def check(place: str, got: Tensor, want: Tensor, most: float) -> None:
+    """Raise `InputError` if the output of a known rule is not that of the layer at `place`."""
+    error = (got - want).abs().max()
     if not bool(error <= most):
         raise InputError(
-            f"model does not compute the delta rule that is known in layer {layer}: the output of its map is "
-            f"{float(error):.1g} off, expected at most {float(most):.1g}"
+            f"model does not compute the delta rule that is known in {place}: the output of its map is "
+            f"{float(error):.1g} off, expected at most {most:.1g}"
         )
-    return weights.cpu()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

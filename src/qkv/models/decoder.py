@@ -187,7 +187,7 @@ class DecoderConfig:
             raise InputError("layer_types is (), expected the name of a type, or several that repeat over the layers")
         for kind in given:
             one_of("layer_types", kind, (None, *LAYER_TYPES))
-        own = set(map(self._type_of, range(self.layers)))
+        own = {*self.kinds}
         defaults = {f.name: f.default for f in fields(self)}
         for name, kinds in USED_BY.items():
             if (value := getattr(self, name)) != defaults[name] and not own.intersection(kinds):
@@ -237,6 +237,15 @@ class DecoderConfig:
     def _window_of(self, layer: int) -> int | None:
         given = self.window if isinstance(self.window, tuple) else (self.window,)
         return given[layer % len(given)]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The type of each layer.
+
+        >>> DecoderConfig(layers=3, layer_types=("gated_delta", "attention")).kinds
+        ('gated_delta', 'attention', 'gated_delta')
+        """
+        return tuple(map(self._type_of, range(self.layers)))
 
     def _type_of(self, layer: int) -> str:
         given = self.layer_types if isinstance(self.layer_types, tuple) else (self.layer_types,)

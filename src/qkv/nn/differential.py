@@ -91,17 +91,20 @@ class DifferentialAttention(nn.Module):
         """
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.d_model:
             raise InputError(f"x is {kind_of(x)}, expected (batch, length, d_model = {self.d_model})")
-        q, k = (part(x).unflatten(-1, (2 * self.heads, -1)).transpose(1, 2) for part in (self.q_proj, self.k_proj))
-        v = self.v_proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2).repeat_interleave(2, 1)
+        q, k = (  # the first maps of all heads, then their second ones
+            part(x).unflatten(-1, (self.heads, 2, -1)).permute(0, 3, 2, 1, 4).flatten(1, 2)
+            for part in (self.q_proj, self.k_proj)
+        )
+        v = self.v_proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2).repeat(1, 2, 1, 1)
         result = self.composition.of_tokens(
             q, k, v, rotary=self.rotary, positions=positions, cache=cache, mask=mask, return_weights=return_weights
         )
         out, weights = result if return_weights else (result, None)
         factor = self.factor()
-        out = out[:, ::2] - factor * out[:, 1::2]
+        out = out[:, : self.heads] - factor * out[:, self.heads :]
         out = self.norm(out) * (1 - self.initial)
         out = self.o_proj(out.transpose(1, 2).flatten(2))
-        return out if weights is None else (out, weights[:, ::2] - factor * weights[:, 1::2])
+        return out if weights is None else (out, weights[:, : self.heads] - factor * weights[:, self.heads :])
 
     def extra_repr(self) -> str:
         rotary = "" if self.rotary is None else f", rotary={self.rotary}"

@@ -128,12 +128,36 @@ class RecurrentAttention(nn.Module):
         Raises:
             InputError: for another mask or cache.
         """
-        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.d_model:
-            raise InputError(f"x is {kind_of(x)}, expected (batch, length, d_model = {self.d_model})")
         if cache is not None and not isinstance(cache, Recurrent):
             raise InputError(f"cache is {cache!r}, expected a qkv.cache.Recurrent: this layer keeps a state, not keys")
         if cache is not None and return_weights:
             raise InputError("return_weights is True with a cache, which returns the output alone; expected False")
+        q, k, v, gates, tail = self.heads_of(x, mask, positions, cache)
+        rule: dict[str, Any] = {"features": _same, "normalize": False, **gates}
+        out, state = linear_attend(q, k, v, state=None if cache is None else cache.state, return_state=True, **rule)
+        if cache is not None:
+            cache.update(state, tail, x.shape[1])
+        gate = (F.silu if self.gate == "silu" else torch.sigmoid)(self.in_proj_z(x))
+        merged = (self.norm(out.transpose(1, 2)) * gate.unflatten(-1, (self.heads, -1))).flatten(2)
+        result: Tensor = self.out_proj(merged)
+        if not return_weights:
+            return result
+        unit = torch.eye(x.shape[1], dtype=v.dtype, device=v.device).expand(*v.shape[:3], -1)
+        return result, linear_attend(q, k, unit, **rule)
+
+    def heads_of(
+        self,
+        x: Float[Tensor, "b n d_model"],
+        mask: Mask | Bool[Tensor, "..."] | None = None,
+        positions: Int[Tensor, "..."] | None = None,
+        cache: Recurrent | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor | None], Tensor | None]:
+        """Queries, keys and values of the heads, the decay and rate of each token, and the convolution's last inputs.
+
+        The arguments are those of `forward`.
+        """
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.d_model:
+            raise InputError(f"x is {kind_of(x)}, expected (batch, length, d_model = {self.d_model})")
         seen = 0 if cache is None else cache.seen
         if (real := self._real(as_mask(mask), x, seen)) is not None:
             x = x.masked_fill(~real[..., None], 0)  # then its key and value are 0, too
@@ -149,18 +173,7 @@ class RecurrentAttention(nn.Module):
         if self.rotary is not None:
             places = torch.arange(seen, seen + x.shape[1], device=x.device) if positions is None else positions
             q, k = self.rotary(q, places), self.rotary(k, places)
-        q = q * self.head_dim**-0.5
-        rule: dict[str, Any] = {"features": _same, "normalize": False, "decay": self._decay(x), "beta": self._beta(x)}
-        out, state = linear_attend(q, k, v, state=None if cache is None else cache.state, return_state=True, **rule)
-        if cache is not None:
-            cache.update(state, tail, x.shape[1])
-        gate = (F.silu if self.gate == "silu" else torch.sigmoid)(self.in_proj_z(x))
-        merged = (self.norm(out.transpose(1, 2)) * gate.unflatten(-1, (self.heads, -1))).flatten(2)
-        result: Tensor = self.out_proj(merged)
-        if not return_weights:
-            return result
-        unit = torch.eye(x.shape[1], dtype=v.dtype, device=v.device).expand(*v.shape[:3], -1)
-        return result, linear_attend(q, k, unit, **rule)
+        return q * self.head_dim**-0.5, k, v, {"decay": self._decay(x), "beta": self._beta(x)}, tail
 
     def _decay(self, x: Tensor) -> Tensor | None:
         """Logarithms of the factors by which the state decays."""

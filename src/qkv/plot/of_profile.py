@@ -283,26 +283,41 @@ class Plots:
             )
         return map_figure(stored, picture)
 
-    def differential(self, text: int = 0, group: str | None = None) -> Figure | None:
-        """The maps that act in layers that subtract one softmax from another: softmax₁ − λ softmax₂.
+    def signed(self, text: int = 0, group: str | None = None) -> Figure | None:
+        """The maps that act in layers whose weights have signs: differential attention, and hidden maps.
 
-        Differential attention, Ye et al. 2024 (arXiv:2410.05258), eq. 1. Orange weights add values, blue ones subtract
-        them; for a long text they are means of bins. None without such layers, or without maps.
+        Differential attention is softmax₁ − λ softmax₂ (Ye et al. 2024, arXiv:2410.05258, eq. 1); the hidden map of
+        linear attention has the weights of the values in the output (Ali et al. 2024, arXiv:2403.01590), as shares of
+        the head's largest: the layer's norm removes their scale. Orange weights add values, blue ones subtract them;
+        for a long text they are means of bins. None without such layers, or without maps.
         """
         data = self._data(group, text)
-        kept, factors = Stored.of(data), self._profile.attrs.get("differential", {}).get(data.attrs["group"])
-        if not factors or kept is None:
+        kept, factors = Stored.of(data), self._profile.attrs.get("differential", {}).get(data.attrs["group"], {})
+        hidden = "negative" in data
+        layers = [n for n in data["layer"].values.tolist() if hidden or str(n) in factors]
+        if not layers or kept is None:
             return None
-        half, layers = data.sizes["head"] // 2, [n for n in data["layer"].values.tolist() if str(n) in factors]
+        count, title = data.sizes["head"], "Hidden maps of linear attention"
+        average = kept.average
+        if hidden:
+            rows, columns = kept.visible.shape
+            average = data["signed" if kept.bins == (1, 1) else "map_signed"].values[0, :, :, :rows, :columns]
+        else:
+            count, title = count // 2, "Maps that act: softmax₁ − λ softmax₂"
         shown = list[list[Matrix]]()
         for layer in layers:
-            maps = kept.average[index_of("layer", layer, data["layer"].values)].astype(np.float64)
-            acting = np.where(kept.visible, maps[:half] - factors[str(layer)] * maps[half:], np.nan)
-            shown.append([pooled(Matrix(head), THUMBNAIL) for head in acting])
+            maps = average[index_of("layer", layer, data["layer"].values)].astype(np.float64)
+            largest = np.abs(maps).max((1, 2), keepdims=True)
+            maps = (
+                maps / np.where(largest > 0, largest, 1)
+                if hidden
+                else maps[:count] - factors[str(layer)] * maps[count:]
+            )
+            shown.append([pooled(Matrix(np.where(kept.visible, head, np.nan)), THUMBNAIL) for head in maps])
         top = max(float(np.nanmax(np.abs(head.values))) for row in shown for head in row)
-        title = "Maps that act: softmax₁ − λ softmax₂"
-        heads, names = data["head"].values[:half].tolist(), of_text(data, text)[0].names(None, None)
-        return wall_of_heads(shown, layers, heads, Style(title, "weight", vmin=-top, vmax=top), names)
+        heads, names = data["head"].values[:count].tolist(), of_text(data, text)[0].names(None, None)
+        said = "weight / largest of the head" if hidden else "weight"
+        return wall_of_heads(shown, layers, heads, Style(title, said, vmin=-top, vmax=top), names)
 
     def alignment(
         self, layer: int | None = None, head: int | None = None, text: int = 0, group: str | None = "cross"

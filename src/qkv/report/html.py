@@ -53,8 +53,7 @@ def render(profile: ProfileData, comparison: Comparison | None = None, image: An
     kept = "\n".join(f'<script type="text/plain" id="{name}">{blob}</script>' for name, blob in blobs.items())
     parts = [] if comparison is None else [_compared(comparison)]
     parts += [] if image is None else [_looked_at(profile, image)]
-    if any(profile.attrs.get("differential", {}).values()):
-        parts.append(_differential(profile))
+    parts.append(_signed(profile))
     return _page("report", STYLES, title, page, pictures="".join(parts), blobs=kept)
 
 
@@ -122,14 +121,21 @@ def _picture(figure: Figure, said: str) -> str:
     return f"<img class='compared' width='{wide}' alt='{alt}' src='data:image/png;base64,{data}'>"
 
 
-def _differential(profile: ProfileData) -> str:
-    """The maps that act in layers that subtract one softmax from another, of the first text of each group."""
+def _signed(profile: ProfileData) -> str:
+    """The maps that act in layers whose weights have signs, of the first text of each group; nothing without them."""
     from qkv.plot.of_profile import Plots
 
-    drawn = [figure for group in profile.groups if (figure := Plots(profile).differential(group=group)) is not None]
-    said = "Orange weights add values, blue ones subtract them. Other maps and numbers are of each softmax alone."
+    differential, groups = profile.attrs.get("differential", {}), profile.groups
+    signed = [group for group in groups if differential.get(group) or "negative" in groups[group]]
+    drawn = [figure for group in signed if (figure := Plots(profile).signed(group=group)) is not None]
+    if not drawn:
+        return ""
+    said = (
+        "Orange weights add values, blue ones subtract them. Other maps and numbers are of each softmax alone, or of "
+        "the absolute weights of linear attention."
+    )
     parts = [f"<p>{said}</p>", *(_picture(figure, "The signed maps of all heads") for figure in drawn)]
-    return _section("differential", "The maps that act: softmax₁ − λ softmax₂", parts)
+    return _section("signed", "The maps that act, with their signs", parts)
 
 
 def _compared(comparison: Comparison) -> str:

@@ -139,8 +139,9 @@ def profile(
                 images = {"unknown": str(error)}
             recorder = Recorder(Measures(local_window, map_tokens, map_bins, statistics, sequences.patches))
             observer = Observer(
-                model, layers, recorder, lambda module: step(1, of=of), sequences=sequences, partial=partial
-            )
+                model, layers, recorder, lambda module: step(1, of=of), sequences=sequences, partial=partial,
+                hidden_maps=True,
+            )  # fmt: skip
             hidden = Residuals(sequences.real_source, sequences.real_target)
             with observe(observer), observe_residual(model, attention_modules(model), hidden.record):
                 model(**batch)

@@ -61,7 +61,7 @@ def calls_of(
         batch: the arguments of its forward, from `qkv.profiler.capture.inputs.batches`.
         layers: which layers to keep, counted from 0 in each group; all if None. If `group` is given, too, the forward
             stops after the last of these layers.
-        group: keep only calls of this kind: see `qkv.profiler.capture.inputs`.
+        group: keep only calls of this kind: see `qkv.profiler.capture.inputs`. Hidden maps if it is ``"linear"``.
         on_call: callback with the name of every module that attends, at the time of its call.
     """
     wanted = None if layers is None else set(layers)
@@ -73,7 +73,10 @@ def calls_of(
         if wanted is not None and group is not None and {s.layer for s in calls} >= wanted:
             raise _AllCollected
 
-    observer = Observer(model, layers, collecting(collect), sequences=sequences_of(model, batch), on_call=on_call)
+    observer = Observer(
+        model, layers, collecting(collect), sequences=sequences_of(model, batch), on_call=on_call,
+        hidden_maps=group == "linear",
+    )  # fmt: skip
     try:
         with observe(observer):
             model(**batch)
@@ -120,7 +123,7 @@ def datasets(
             arrays = _arrays(records, tokens, local_window, run.statistics)
             arrays.variables.update(_of_probes(records, probed or {}))
             parts.setdefault(group, []).append(arrays)
-    return {group: joined(of_group) for group, of_group in parts.items()}
+    return {group: joined(parts[group]) for group in sorted(parts, key=lambda group: group.startswith("linear"))}
 
 
 def grouped(layers: list[Any]) -> dict[str, list[Any]]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from qkv.huggingface.attention import routes
+from qkv.huggingface.hidden import linear_layers
+from qkv.nn import Composition, DifferentialAttention, RecurrentAttention
 from qkv.profiler.capture.inputs import NOT_TOKENS, Sequences, arguments_of, config_of_text
 
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
@@ -21,16 +23,23 @@ def is_attention(module: nn.Module) -> bool:
 
 
 class AttentionModules:
-    """The modules of a model by name, and which of them attend through transformers' interface."""
+    """The modules of a model by name, and which of them attend through transformers' interface.
 
-    def __init__(self, model: nn.Module) -> None:
+    With `hidden_maps`, linear attention counts as attention.
+    """
+
+    def __init__(self, model: nn.Module, *, hidden_maps: bool = False) -> None:
         self.model, root = model, type(model).__name__
         self.by_name: dict[str, nn.Module] = dict(model.named_modules())
         self.names = {id(module): name or root for name, module in self.by_name.items()}
         """The name of each module, by its id."""
         self.routed = {self.names[id(module)]: module for module in self.by_name.values() if routes(module)}
         """Those that attend through transformers' interface, and so report their calls themselves."""
-        self.enclosing = {name[:i] for name in self.routed for i, x in enumerate(f"{name}.") if x == "."}
+        own = {name: module for name, module in self.by_name.items() if isinstance(module, RecurrentAttention)}
+        self.linear, self.hidden_maps = linear_layers(model) | own, hidden_maps
+        """Those of linear attention with decay or the delta rule."""
+        receiving = {*self.routed, *(self.linear if hidden_maps else ())}
+        self.enclosing = {name[:i] for name in receiving for i, x in enumerate(f"{name}.") if x == "."}
         """These, and the modules that contain them."""
         self.differential = {name for name, module in self.routed.items() if hasattr(module, "lambda_q1")}
         """Those that subtract the softmax of one half of the heads from that of the other (Ye et al. 2024)."""
@@ -53,6 +62,12 @@ class LayerNumbers:
         groups = {name: group_of_module(name, modules.model) for name in modules.routed}
         self.stacks = {group: stack_of([n for n, of in groups.items() if of == group]) for group in {*groups.values()}}
         """The stack of layers of each group, whose numbers of layers are kept."""
+        if modules.linear:  # a hybrid
+            attending = [
+                n for n, x in modules.by_name.items() if isinstance(getattr(x, "composition", None), Composition)
+            ]
+            stack = stack_of([*{*modules.linear, *modules.routed, *attending}])
+            self.stacks = dict.fromkeys({*self.stacks, "self", "linear"}, stack)
         self.numbers: dict[tuple[str, str, int], int] = {}
         """By group, module, and the number of its calls before in a forward."""
 
@@ -91,24 +106,33 @@ class LayerNumbers:
         what they are, as far as the model says it.
         """
         differential: dict[str, dict[str, Any]] = {}
-        for (group, name, _), number in self.numbers.items():
-            if group in groups and name in self.modules.differential:
-                at: Any = self.modules.routed[name]
-                first, second = (
-                    (getattr(at, f"lambda_q{i}") * getattr(at, f"lambda_k{i}")).sum().exp() for i in (1, 2)
-                )
-                differential.setdefault(group, {})[str(number)] = float(first - second + at.lambda_init)
+        factors = {(of, number): self._factor(name) for (of, name, _), number in self.numbers.items()}
+        for group in groups:  # "self-2" has the layers of "self" that have other sizes
+            found = {str(n): x for (of, n), x in factors.items() if of == group.partition("-")[0] and x is not None}
+            differential |= {group: found} if found else {}
         config = config_of_text(self.modules.model)
-        kinds = list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+        names = ("kinds", "layer_types", "layers_block_type")  # the first of qkv's own models
+        kinds = list(next((x for name in names if (x := getattr(config, name, None))), ()))
         without: dict[str, dict[str, Any]] = {}
         for group in groups if all_layers else ():
-            if (stack := self.stacks.get(group)) is not None:
+            if group != "linear" and (stack := self.stacks.get(group)) is not None:
                 children = self.modules.by_name[stack].named_children()
-                layers, attending = {int(name) for name, _ in children if name.isdecimal()}, self.of_group(group)
+                layers = {int(name) for name, _ in children if name.isdecimal()}
+                attending = self.of_group(group) | self.of_group("linear")
                 silent = sorted(layers - attending) if attending <= layers else []
                 if silent:
                     without[group] = {str(n): str(kinds[n]) if n < len(kinds) else "" for n in silent}
         return {"differential": differential, "without_map": without}
+
+    def _factor(self, name: str) -> float | None:
+        """λ of a module with differential attention; None for another."""
+        at: Any = self.modules.by_name.get(name)
+        if isinstance(at, DifferentialAttention):
+            return float(at.factor())
+        if name not in self.modules.differential:
+            return None
+        first, second = ((getattr(at, f"lambda_q{i}") * getattr(at, f"lambda_k{i}")).sum().exp() for i in (1, 2))
+        return float(first - second + at.lambda_init)
 
 
 # --- which kind of attention, and which layer -------------------------------------------------------------------------

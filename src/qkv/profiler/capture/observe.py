@@ -65,7 +65,7 @@ def observe(observer: Observer) -> Iterator[Observer]:
     with _alone(observer), evaluation_mode(model):
         with (
             _uncompiled(), _routed(observer), _hooked(observer), torch.no_grad(), interfaces.torch(),
-            serving(interfaces.qkv),
+            interfaces.hidden(), serving(interfaces.qkv),
         ):  # fmt: skip
             yield observer
         observer.finish()

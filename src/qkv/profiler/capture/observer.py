@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,9 +19,13 @@ from qkv.edits import Placed, Scale, Steer, Zero
 from qkv.engine import Call, Result, Shared, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import Own, call_of, function_of
+from qkv.huggingface.hidden import check, listening
 from qkv.kernels import serving
+from qkv.linear import linear_attend
 from qkv.masks import Dense
 from qkv.masks.convert import is_causal
+from qkv.nn import RecurrentAttention
+from qkv.profiler.capture import hidden
 from qkv.profiler.capture.calls import softmax_call
 from qkv.profiler.capture.checking import Checks, Inputs, returned
 from qkv.profiler.capture.inputs import Sequences, arguments_of, first_real
@@ -209,14 +213,16 @@ class Observer:
         unreadable: gets the modules that attend and could not be read, and the reasons.
         partial: list these modules instead of raising an error.
         texts: which texts the model reads; then it computes its attention itself, in any mode.
+        hidden_maps: receive the hidden maps of linear attention, too, as the group "linear".
     """
 
     def __init__(
         self, model: nn.Module, layers: Collection[int] | None = None, receive: Receive | None = None,
         on_call: Callable[[str], None] = lambda module: None, sequences: Sequences | None = None,
         unreadable: dict[str, str] | None = None, *, partial: bool = False, texts: Texts | None = None,
+        hidden_maps: bool = False,
     ) -> None:  # fmt: skip
-        self.modules = AttentionModules(model)
+        self.modules = AttentionModules(model, hidden_maps=hidden_maps)
         self.numbers = LayerNumbers(self.modules)
         self.running = Running(self.modules, sequences or Sequences(), texts)
         self.sources: dict[str, str] = {}
@@ -340,7 +346,9 @@ class Observer:
             mask = Dense(mask.tensor & real[:, None, :, None])  # so that padding queries cannot make it non-causal
         causal = is_causal(mask)
         causal |= attending() is not None  # in a cache of qkv, where a mask would hide nothing from a single query
-        if (
+        if source == "hidden":
+            group, steps = "linear", False
+        elif (
             source == "interface"
             or name in self.modules.routed
             or (read and type(self._model).__module__.startswith("transformers."))
@@ -359,7 +367,7 @@ class Observer:
         calls = run.count_call(name)
         calls = 0 if name in self.modules.differential else calls
         layer = self.numbers.number(group, name, calls, run.modules)
-        if keys is None and group in ("self", "text", "encoder", "cross", "decoder"):
+        if keys is None and group in ("self", "text", "linear", "encoder", "cross", "decoder"):
             keys = (run.sequences.real_target if group == "decoder" else run.sequences.real_source).get(n_keys)
             if keys is not None and appended:
                 keys = nn.functional.pad(keys, (0, appended), value=True)
@@ -428,6 +436,34 @@ class Interfaces:
             return nullcontext()  # reading every function of torch takes time
         observer.running.run.intercept = Intercept(observer, observer.running.model_computes)
         return observer.running.run.intercept
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Inside, linear attention is received by its hidden map; other libraries' is compared with its output."""
+        observer = self._observer
+
+        def receive(*inputs: Tensor | None) -> None:
+            call = hidden.call_of(*inputs)  # type: ignore[arg-type]
+            observer.received(observer.running.run.modules[-1], "hidden", call, known=Result(call.v))
+
+        def report(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor, most: float) -> None:
+            again = linear_attend(q, k, v, features=lambda x: x, normalize=False, decay=decay, beta=beta)
+            check(observer.running.run.modules[-1], again, out, most)
+            receive(q, k, v, decay, beta)
+
+        def begins(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            given: Any = arguments_of(module, args, named)
+            if given.get("cache") is None and isinstance(module, RecurrentAttention):
+                q, k, v, gates, _ = module.heads_of(given["x"], given.get("mask"), given.get("positions"))
+                receive(q, k, v, gates["decay"], gates["beta"])
+
+        with ExitStack() as stack:
+            for module in observer.modules.linear.values() if observer.modules.hidden_maps else ():
+                if isinstance(module, RecurrentAttention):  # after the hook that tells that it runs
+                    stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True).remove)
+            if observer.modules.hidden_maps:
+                stack.enter_context(listening(observer.modules.model, report))
+            yield
 
     def transformers(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any

@@ -21,6 +21,7 @@ from qkv.masks import Mask
 from qkv.masks.convert import is_causal
 from qkv.native.library import leading_shares
 from qkv.normalizers import SumToOne
+from qkv.profiler.capture.hidden import HiddenMap
 from qkv.profiler.capture.inputs import nan_error
 from qkv.profiler.capture.patches import Patches
 from qkv.profiler.data.tables import SINK_THRESHOLD
@@ -31,7 +32,7 @@ from qkv.statistics.measure import in_shares, measured, row_state, rows_in_share
 from qkv.statistics.native import thumbnail
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
-WEIGHTS_ONLY = ("softmax", "outputs", "returned", "differential")  # sources of weights, without vectors
+WEIGHTS_ONLY = ("softmax", "outputs", "returned", "differential", "hidden")  # sources of weights, without vectors
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,8 @@ class Measures:
         if patches is not None and patches.place.shape[1] == observed.call.q.shape[2] == observed.call.k.shape[2]:
             most = self.map_tokens**2 if weights is None else 0
             about |= image_shares(observed, statistics, patches, most)
+        if isinstance(observed.call.pairwise, HiddenMap):
+            about |= observed.call.pairwise.signed(self.map_bins, whole=weights is not None)
         record = Record(
             observed.module, observed.group, observed.layer, statistics, about, weights, observed.queries,
             observed.keys, observed.causal,

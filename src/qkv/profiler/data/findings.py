@@ -364,7 +364,7 @@ class Findings:
         if self.is_too_short:
             found.append(found.pop(0))
         found += [self._without_map(), self._differential()]
-        found[:0] = [self._question(), self._image()]
+        found[:0] = [self._hidden(), self._question(), self._image()]
         return FindingList(one for one in found if one is not None)
 
     def _without_map(self) -> Finding | None:
@@ -380,7 +380,8 @@ class Findings:
 
     def _differential(self) -> Finding | None:
         """Layers that subtract one softmax from another: neither map is what acts."""
-        factors: dict[str, float] = self._attrs.get("differential", {}).get(self._group, {})
+        known: dict[str, float] = self._attrs.get("differential", {}).get(self._group, {})
+        factors = {layer: x for layer, x in known.items() if int(layer) in self._data["layer"]}
         if not factors:
             return None
         half = self._data.sizes["head"] // 2
@@ -389,6 +390,17 @@ class Findings:
             f"{len(factors):,} of {self._data.sizes['layer']:,}",
             f"layers subtract maps: what acts is that of head h below {half} less λ × that of head h + {half}",
             f"{detail}{' …' if len(factors) > 4 else ''}. Shares and types are those of each softmax alone.",
+        )
+
+    def _hidden(self) -> Finding | None:
+        """Linear attention, whose weights no step of the layer computes."""
+        if "negative" not in self._data:
+            return None
+        return Finding(
+            percent(float(np.nanmean(self._data["negative"].values))),
+            "of the absolute weight in linear attention is negative",
+            "The hidden maps: what factor each value has in the output before its norm and gate. Shares and types are "
+            "those of absolute weights.",
         )
 
     def _question(self) -> Finding | None:

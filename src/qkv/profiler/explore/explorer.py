@@ -283,7 +283,7 @@ class Explorer(Maps):
 
         observer = Observer(
             self.model, sequences=sequences_of(self.model, batch), receive=collecting(collect),
-            on_call=_checking(stopped),
+            on_call=_checking(stopped), hidden_maps=True,
         )  # fmt: skip
         with observe(observer):
             self.model(**batch)
@@ -457,7 +457,8 @@ def attention_map(
     Args:
         model: as in `qkv.profile`, or a name for `qkv.load`.
         inputs: a text; token ids (length,) or (batch, length); or the arguments of the model's forward, as a mapping.
-        layer: counted from 0 in each group.
+        layer: counted from 0 in each group. In a hybrid, layers of linear attention have the numbers of the model:
+            their maps are the hidden maps, of absolute weights.
         head: query head.
         tokenizer: converts text to ids, and ids to the names of tokens; if `model` is a name, its tokenizer is loaded.
         target: the text that the decoder of an encoder-decoder reads.
@@ -485,13 +486,22 @@ def attention_map(
     likely = group or _only_group(model, sequences)
     try:
         calls = calls_of(model, batch, layers={layer}, group=likely)
-    except InputError:
-        if likely == group:
-            raise
-        calls = calls_of(model, batch, layers={layer}, group=group)
+    except InputError as error:
+        calls = _otherwise(error, model, batch, layer, group, likely)
     by_group = {observed.group: observed for observed in calls}
     observed = by_group["decoder"] if "decoder" in by_group else next(iter(by_group.values()))
     return AttentionMap(without_values(observed), head, Tokens(sequences, tokenizer, observed.group), loaded.name)
+
+
+def _otherwise(
+    error: InputError, model: nn.Module, batch: Mapping[str, Tensor], layer: int, group: str | None, likely: str | None
+) -> list[ObservedCall]:
+    """The calls of a layer that is not of the likely kind: in a hybrid it may be linear attention."""
+    if group is None:
+        for kind in ("linear",) if likely is None else ("linear", None):
+            with suppress(InputError):
+                return calls_of(model, batch, layers={layer}, group=kind)
+    raise error
 
 
 def _only_group(model: nn.Module, sequences: Sequences) -> str | None:
