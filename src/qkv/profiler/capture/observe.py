@@ -231,9 +231,6 @@ def _hooked(observer: Observer) -> Iterator[None]:
     modules, running = observer.modules, observer.running
     enter = functools.partial(running.enter, Interfaces(observer).open)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        running.leave(module, output)
-
     layers = [x for x in modules.model.modules() if isinstance(x, nn.TransformerEncoderLayer)]
     unhooked = {id(x) for layer in layers for x in layer.modules()}
     with ExitStack() as hooks:
@@ -245,14 +242,12 @@ def _hooked(observer: Observer) -> Iterator[None]:
                 hooks.enter_context(overridden(module, {"forward": _reporting(module, enter, running.leave)}))
             elif not name or not modules.all_routed or name in modules.enclosing:
                 hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+                hooks.enter_context(module.register_forward_hook(running.leave, always_call=True))
         hooks.callback(running.interrupt)
         yield
 
 
-def _reporting(
-    module: nn.Module, enter: Callable[..., None], leave: Callable[[nn.Module, Any], None]
-) -> Callable[..., Any]:
+def _reporting(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Callable[..., Any]:
     """The forward of a module, which tells when it begins and ends."""
     own = module.forward
 
@@ -263,7 +258,7 @@ def _reporting(
         try:
             output = own(*args, **named)
         finally:
-            leave(module, output)
+            leave(module, args, output)
         return output
 
     return forward

@@ -138,7 +138,7 @@ class Running:
             run.hidden_states[name] = count_hidden_states(module, args, named)
         run.modules.append(name)
 
-    def leave(self, module: nn.Module, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called at the end of the innermost module's forward, also after an error."""
         if (self.in_other_thread and not self.model_computes) or not (run := self.run).modules:
             return

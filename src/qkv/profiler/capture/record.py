@@ -484,8 +484,11 @@ def geometry(
     """
     wide = at_least_float32(q.dtype)
     group = q.shape[1] // k.shape[1]
-    real_q, real_k = _real(queries, q), _real(keys, k)
-    q, k = (_without_padding(x.to(wide), real) for x, real in ((q, queries), (k, keys)))
+    real_q, real_k = _real(queries, q), _real(keys, k)  # padding may hold NaN
+    q, k = (
+        x.to(wide) if real is None else x.to(wide).masked_fill(~real[:, None, :, None], 0)
+        for x, real in ((q, queries), (k, keys))
+    )
     query_norm, key_norm = (torch.linalg.vector_norm(x, dim=-1) for x in (q, k))
     at = first if isinstance(first, int) else first[:, None, None]
     other = (real_k & (torch.arange(k.shape[2], device=k.device) != at)).to(wide)
@@ -528,11 +531,6 @@ def _real(mask: Tensor | None, x: Tensor) -> Bool[Tensor, "b 1 n"]:
     if mask is None:
         return torch.ones(len(x), 1, x.shape[2], dtype=torch.bool, device=x.device)
     return mask[:, None]
-
-
-def _without_padding(x: Tensor, real: Tensor | None) -> Tensor:
-    """Set padding to 0, because it may hold NaN."""
-    return x if real is None else x.masked_fill(~real[:, None, :, None], 0)
 
 
 def _mean(

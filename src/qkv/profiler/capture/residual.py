@@ -168,7 +168,8 @@ class _Stream:
         hidden = hidden.detach()
         if hidden.ndim == 4 and hidden.shape[1] in _channels(layer):  # an image (b, d, height, width)
             hidden = hidden.movedim(1, -1)
-        self.on_hidden(stack, self.depth, _by_token(hidden))
+        # (b, n, d), from the patches of an image (b, height, width, d) or a packed sequence (n, d), too
+        self.on_hidden(stack, self.depth, hidden[None] if hidden.ndim == 2 else hidden.flatten(1, -2))
 
 
 def _hidden(values: Sequence[object]) -> Tensor | None:
@@ -185,11 +186,6 @@ def _channels(layer: nn.Module) -> set[int]:
         elif isinstance(module, nn.GroupNorm):
             channels.add(module.num_channels)
     return channels
-
-
-def _by_token(hidden: Tensor) -> Tensor:
-    """Reshape to (b, n, d), from the patches of an image (b, height, width, d) or a packed sequence (n, d), too."""
-    return hidden[None] if hidden.ndim == 2 else hidden.flatten(1, -2)
 
 
 def _stacks(model: nn.Module, modules: Collection[str]) -> dict[str, list[nn.Module]]:
