@@ -115,13 +115,13 @@ def train(
         raise InputError(f"batch is {training.batch}, expected a multiple of accumulate={training.accumulate}")
     _check_size(task)
     _check_batch(task, training)
+    torch.manual_seed(training.seed)
+    model = task.build().to(device)  # before the folder is made, which is then that of a model that can be built
     _claim_folder(folder, task, training)
     if (folder / RESULT).exists():
         finished = checkpoint.load(folder / MODEL).to(device)
         return Trained(finished, folder, read(folder / METRICS))
 
-    torch.manual_seed(training.seed)
-    model = task.build().to(device)
     optimizer = _optimizer(model, training)
     found = resume.checkpoints(folder)
     done = resume.load(found[-1], model, optimizer) if found else 0

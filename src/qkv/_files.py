@@ -6,6 +6,7 @@ import io
 import os
 import re
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,17 @@ def write_atomically(path: Path, data: bytes | memoryview | str) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def decoded(data: bytes) -> str | None:
+    """The text of a file, in UTF-8, with ``\\n`` at the ends of its lines; None if it is binary.
+
+    >>> decoded(b"\\xef\\xbb\\xbfa\\r\\nb"), decoded("a".encode("utf-16"))
+    ('a\\nb', None)
+    """
+    with suppress(UnicodeDecodeError):
+        return None if b"\0" in data else data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    return None
 
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # two letters or more, because C:/ is a drive; Path drops a slash

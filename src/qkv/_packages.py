@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 
 
 def user_frame() -> int:
@@ -49,7 +49,10 @@ def from_lab(public: str, module: str, name: str) -> Any:
         raise AttributeError(f"module {public!r} has no attribute {name!r}")
     if importlib.util.find_spec(LAB) is None:
         raise ModuleNotFoundError(lab_is_missing(public), name=LAB)
-    return getattr(import_module(module), name)
+    found = import_module(module)
+    if not hasattr(found, name):
+        raise AttributeError(f"module {public!r} has no attribute {name!r}{nearest(name, dir(found))}")
+    return getattr(found, name)
 
 
 def require(purpose: str, *modules: str) -> None:

@@ -6,8 +6,10 @@ The numbers come from formulas because PyTorch's FLOP counter reports 0 for its 
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Bool
@@ -19,6 +21,7 @@ from qkv.compat import Form
 from qkv.engine.call import Call, at_least_float32
 from qkv.engine.sizes import sizes
 from qkv.engine.tiles import block_status
+from qkv.errors import one_of
 from qkv.kernels import FORM_WEIGHTS, choose, linear, opaque
 from qkv.masks import EMPTY, FULL, Mask, Tiles
 from qkv.masks.base import expression
@@ -59,8 +62,11 @@ class Plan:
     drawing: str
     """The text of `diagram`."""
 
-    def diagram(self) -> str:
+    def diagram(self, form: Literal["text", "mermaid"] = "text") -> str:
         """Return the way from queries, keys and values to the output, with the shapes of this call.
+
+        Args:
+            form: ``"text"``, or ``"mermaid"`` for a flowchart that GitHub, notebooks and documentation sites draw.
 
         >>> import torch, qkv
         >>> q, k, v = torch.zeros(1, 4, 100, 16), torch.zeros(1, 2, 120, 16), torch.zeros(1, 2, 120, 8)
@@ -76,7 +82,8 @@ class Plan:
           │ weighted sum of the values
         output   1 × 4 × 100 × 8
         """
-        return self.drawing
+        one_of("form", form, ("text", "mermaid"))
+        return self.drawing if form == "text" else _mermaid(self.drawing)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the way to the output, and the table."""
@@ -220,3 +227,24 @@ def diagram(call: Call, kernel: str) -> str:
     return "\n".join(
         f"{name:<{width}}  {text:<{across}}  {note}".rstrip() if name else f"  │ {text}" for name, text, note in rows
     )
+
+
+def _mermaid(drawing: str) -> str:
+    """Return a diagram as a flowchart: boxes are tensors, and rounded boxes the operations between them."""
+    lines, operations = ["flowchart TD"], list[str]()
+    made = dict[str, str]()  # the last box of each name, projected or not
+    for line in drawing.splitlines():
+        text = line.translate({ord(c): f"#{ord(c)};" for c in '#"<>'})
+        if line.startswith("  │ "):
+            operations.append(text[4:])
+            continue
+        name, shape, *_ = re.split(" {2,}", text)
+        of, here = name.removeprefix("projected "), f"t{len(lines)}"
+        lines.append(f'    {here}["{name}<br/>{shape}"]')
+        if operations:
+            inputs = {"scores": ("queries", "keys"), "weights": ("scores",), "output": ("weights", "values")}
+            lines.append(f'    {here}o(["{"<br/>".join(operations)}"]) --> {here}')
+            lines += [f"    {made[x]} --> {here}o" for x in inputs.get(name, (of,))]
+            operations.clear()
+        made[of] = here
+    return "\n".join(lines)

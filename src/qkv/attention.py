@@ -18,7 +18,7 @@ from qkv import _operator as operator
 from qkv._above import above
 from qkv._plan import Plan, plan
 from qkv.biases import Bias
-from qkv.compat import Form, composition_of
+from qkv.compat import Form, composition_of, without_name
 from qkv.engine.call import Call, dot_softmax
 from qkv.engine.modes import dense, readable, transforming
 from qkv.engine.sizes import LARGEST_HEAD
@@ -71,7 +71,7 @@ def attend(
     q: Any,
     k: Any,
     v: Any,
-    *,
+    *others: Any,
     mask: Mask | Bool[Tensor, "..."] | None = None,
     bias: Bias | Sequence[Bias] | None = None,
     score: Score | None = None,
@@ -90,6 +90,7 @@ def attend(
             form of the inputs.
         k: keys, (b, hkv, nk, dk); ``h`` must be a multiple of ``hkv``: query head i uses key head i // (h // hkv).
         v: values, (b, hkv, nk, dv).
+        *others: refused: masks and options have names.
         mask: **True where a query may attend**: a mask of `qkv.masks` or a boolean tensor that broadcasts to
             (b, h, nq, nk). With nq ≠ nk the last query is aligned with the last key. A fully masked query gives zeros.
         bias: a function of the score, applied before the mask: one of `qkv.biases`, or several in a tuple.
@@ -132,6 +133,8 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 100]))
     """
+    if others:
+        raise without_name("attend", "q, k and v", others)
     if torch_names:
         return attend(
             q, k, v, **composition_of(attend, torch_names, q, k, mask, bias, score), normalizer=normalizer,

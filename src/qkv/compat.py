@@ -78,6 +78,14 @@ def unknown_argument(function: str, name: str, known: Collection[str], advice: M
     return InputError(f"{function}: {name} is not an argument, {hint}")
 
 
+def without_name(function: str, known: str, others: Sequence[object]) -> InputError:
+    """Return the error for further arguments without a name, such as a mask in its place in torch's call."""
+    return InputError(
+        f"{function}: others has {len(others)} arguments, expected {known} alone without a name; pass mask=, True "
+        "where a query may attend, or another argument by its name"
+    )
+
+
 def renamed(function: str, given: Mapping[str, Any], same: Mapping[str, str], known: Mapping[str, Any]) -> Any:
     """Return the values of `known`, in which names with the same meaning in other libraries (`same`) fill what is None.
 

@@ -225,6 +225,15 @@ def test_evicting_caches_generate_beyond_their_window(
     assert re.search(said, ran.err)
 
 
+def test_a_text_ends_at_the_trained_length_unless_it_may_go_beyond(endless: Path, command: Command) -> None:
+    context = load_text_model(str(endless)).model.config.context
+    words = ("generate", endless, "x" * (context - 3), "--greedy", "--tokens", 9)
+    assert "4 tokens" in (said := command(*words).err)
+    assert "--beyond goes on" in said
+    assert "9 tokens" in command(*words, "--beyond").err
+    assert "--beyond" in command.refuses("generate", endless, "x" * (context + 1))
+
+
 # --- prompts and models that are refused ------------------------------------------------------------------------------
 
 

@@ -100,6 +100,8 @@ REFUSALS: list[tuple[str, Callable[[], object], str | None]] = [
     ("proj_drop", made(proj_drop=0.1), "torch.nn.Dropout"),
     ("hedas", made(hedas=2), "'heads'"),
     ("attn_mask", called(X, attn_mask=X), "mask=~attn_mask"),
+    ("others", called(X, X, X, X), "mask="),
+    ("others", lambda: qkv.attend(X, X, X, torch.ones(3, 3).bool()), "mask="),
     ("past_key_value", called(X, past_key_value=X), "cache="),
     # arguments that exclude one another
     ("num_heads", made(num_heads=6), "both passed"),

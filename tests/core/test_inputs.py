@@ -6,6 +6,7 @@ Bad input raises `InputError` in one line that names the argument.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -283,3 +284,21 @@ REFUSALS: list[tuple[str, Callable[[], object], str | None]] = [
 ]
 
 test_wrong_options_and_parameters_are_rejected = refusals(REFUSALS)
+
+
+def test_a_mermaid_diagram_leads_from_every_input_to_the_output() -> None:
+    w, v = torch.ones(3, 4), torch.ones(3)
+    q, k = torch.ones(1, 1, 5, 4), torch.ones(1, 1, 6, 4)
+    plan = qkv.plan(q, k, k, score=qkv.scores.Additive(v, w_q=w, w_k=w), mask=~torch.eye(5, 6).bool())
+    chart = plan.diagram("mermaid")
+    boxes = dict(re.findall(r'(t\d+)\["([a-z ]+)<br/>', chart))
+    assert [*boxes.values()][-3:] == ["scores", "weights", "output"]
+    assert {"projected queries", "projected keys"} <= {*boxes.values()}
+    following = dict(re.findall(r"(\w+)(?:\(.*\))? --> (\w+)", chart))
+    for box, name in boxes.items():
+        path = [box]
+        while path[-1] in following:
+            path.append(following[path[-1]])
+        assert boxes[path[-1]] == "output", name
+    with refused("form"):
+        qkv.plan(q, k, k).diagram("dot")  # type: ignore[arg-type]

@@ -240,3 +240,11 @@ def test_a_mask_of_each_item_is_that_of_an_item_in_every_call_or_refused() -> No
     for weights in (torch.ones(1, 2, 3, 3), torch.ones(2, 1, 1)):
         with refused("attention_weights"):
             course.compute_sink_metric(weights)
+
+
+def test_an_unknown_name_has_a_hint() -> None:
+    with pytest.raises(AttributeError, match="'MultiHeadAttention'"):
+        _ = qkv.course.MultiheadAttention
+    assert "MultiHeadAttention" in dir(qkv.course)
+    with pytest.raises(AttributeError, match="'attend'"):
+        _ = qkv.atend

@@ -259,8 +259,10 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
     ("inputs", "no tokens", lambda: by_llama(torch.ones(0).long())),
     ("layers", r"\[\]", lambda: by_name("a", layers=[])),
     ("layers", "from 0", lambda: by_name("a", layers=[0, -1])),
+    ("layers", "from 0", lambda: by_name("a", layers="0")),
     ("layers", r"\[0, 6\]", lambda: by_name("a", layers=[0, 6])),
     ("local_window", None, lambda: by_name("a", local_window=0)),
+    ("local_window", None, lambda: by_name("a", local_window=2.5)),
     ("map_tokens", None, lambda: by_name("a", map_tokens=-1)),
     ("model", "no folder", lambda: profile("./no/such/folder", "a")),
     ("model", "Embedding made no", lambda: profile(nn.Embedding(9, 3), torch.tensor(IDS))),
@@ -268,6 +270,12 @@ REFUSALS: list[tuple[str, str | None, Callable[[], object]]] = [
 ]
 
 test_profile_errors_name_the_argument = refusals(REFUSALS)
+
+
+def test_a_local_window_of_any_size_is_the_whole_text() -> None:
+    found = quick(hf.build("llama"), torch.arange(12), local_window=10**25)
+    np.testing.assert_allclose(found.data["local"].values, 1, rtol=1e-5)
+    assert set(found.types()["type"]) != {"local"}
 
 
 @pytest.mark.parametrize(("name", "n"), [("bert", 64), ("roberta", 62), ("gpt2", 64)])

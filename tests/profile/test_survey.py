@@ -408,6 +408,12 @@ def test_figures_are_drawn_and_invalid_calls_rejected(tmp_path: Path, monkeypatc
     own_survey(tmp_path / "part", only_shards="0/3")
 
 
+def test_texts_too_short_to_tell_a_sink_have_no_types(tmp_path: Path) -> None:
+    found = survey("qkv-mini", ["import os"], out=tmp_path, shards=1)
+    assert {*found.types()["type"]} == {"mixed"}
+    assert "too short" in found.findings()[0].label
+
+
 class Chats(Words):
     """The same with a template, which writes a word before and after a question."""
 

@@ -310,6 +310,8 @@ def test_watch_inside_a_watch_is_refused(llama: Any) -> None:
     assert errors == ["model"], "another thread profiles the model that is watched"
     with refused("every"), qkv.watch(llama, every=0):
         pass
+    with refused("local_window"), qkv.watch(llama, local_window=0):
+        pass
     with refused("model"), qkv.watch("llama"):  # type: ignore[arg-type]
         pass
 

@@ -117,13 +117,15 @@ def _sheet(student: str) -> str:
 
 def _check(one: Exercise, file: Path, out: Path, seconds: float, student: str) -> bool:
     """Print what the check of an answer says, and keep the figure of a wrong one."""
+    from qkv._files import write_atomically
     from qkv._progress import spinner
     from qkv_lab.answers.grading import judge
 
-    with folder(out), spinner(f"checking {file.name}"):
+    with spinner(f"checking {file.name}"):
         verdict = judge(one, file, seconds, student)
-        if verdict.figure is not None:
-            (out / f"{one.name}.png").write_bytes(verdict.figure)
+    if verdict.figure is not None:
+        with folder(out):
+            write_atomically(out / f"{one.name}.png", verdict.figure)
     print(verdict.printed, end="")
     if verdict.outcome == "unusable":
         raise InputError(verdict.reason)

@@ -69,23 +69,22 @@ def experiment(
 
 
 def _list() -> None:
-    """Print the names of all experiments, their questions and the claims that they test."""
+    """Print the names of all experiments, the processor time of the results that come with qkv, and the questions."""
     from rich.text import Text
 
     from qkv_lab import experiments
 
-    rows = table("experiment", "question", "claims")
+    rows = table("experiment", ">took", "question")
+    rows.columns[0].no_wrap = rows.columns[1].no_wrap = True
     for name in experiments.names():
         try:
             found = experiments.experiment(name)
         except InputError as error:  # a broken entry point of an installed package
-            rows.add_row(Text(name, no_wrap=True), Text(str(error)), Text(""))
+            rows.add_row(Text(name), "", Text(str(error)))
         else:
             seconds = experiments.cost(name)
-            label = Text.assemble(name, (f"\n{_duration(seconds)}", "dim") if seconds else "")
-            rows.add_row(label, Text(found.question), Text(", ".join(found.claims)))
+            rows.add_row(Text(name), _duration(seconds) if seconds else "", Text(found.question))
     show(rows)
-    show("Below a name: the processor time of the results that come with qkv.")
     show("usage: qkv experiment NAME … [--quick] [--seeds N] [--jobs N] [--out DIR]")
 
 

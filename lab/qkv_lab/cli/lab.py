@@ -62,6 +62,8 @@ def lab(
         _list()
         return
     chosen = [lesson(name) for name in dict.fromkeys(names)]  # raises for an unknown name before the first one runs
+    if notebook and (pages := [one.name for one in chosen if one.part == "_static"]):
+        raise InputError(f"--notebook is given, but {pages[0]} is a page for the browser")
     for one in chosen:
         if one.part == "_static":
             _open(one, out)

@@ -13,7 +13,7 @@ from tyro.conf import arg
 from qkv._files import write_atomically
 from qkv.cli.shared import TEXTS, Texts, folder, numbers
 from qkv.cli.terminal import print_files, show, table
-from qkv.errors import InputError
+from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,7 +93,7 @@ def evict(
         given = replace(given, tokens=NEEDLE_TOKENS if needle else DEFAULT_TOKENS)
     if needle and (advise or given.more or given.files):
         raise InputError(f"{'--advise' if advise else 'several texts'} and --needle are given, expected one of them")
-    with folder(out, resumes=True):
+    with folder(out, resumes=True), renamed(budgets="--budgets", policies="--policies", first="--first"):
         loaded, inputs = given.load_texts(head=run or needle)
         if several and loaded.tokenizer is not None and loaded.sample is None:
             inputs = library(loaded.tokenizer, inputs)

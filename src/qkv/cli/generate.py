@@ -41,7 +41,8 @@ class Prompt(Input):
     chat: Annotated[str | None, tyro.conf.arg(metavar="QUESTION", help_behavior_hint="")] = None
     """Answer this question, as the model's chat template writes it, instead of continuing a text."""
     tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 100
-    """Largest number of new tokens. A model with learned positions stops at its last position."""
+    """Largest number of new tokens. A model with learned positions stops at its last position, and one with rotary
+    positions and the full cache at the longest text that it was trained for, unless you pass --beyond."""
 
 
 PROMPT = Prompt()
@@ -123,7 +124,7 @@ def generate(
         loaded = load_text_model(given.model, dtype=given.dtype)
         with renamed(question="--chat"):
             ids = loaded.encode(text, chat=given.chat is not None)
-        most = _most_tokens(loaded.model, len(ids), tokens)
+        most = _most_tokens(loaded.model, len(ids), tokens, beyond=given.beyond or cache != "full")
         after = loaded.tokenizer.after(ids)
 
         def decode(found: list[int]) -> str:  # called with all new tokens
@@ -150,7 +151,10 @@ def generate(
     notes = _costs(state, len(ids), before, seconds)
     if sampling.temperature:
         notes.append(f"seed {seed}")
-    notes.append(_ending(new, after.decode(new), stop, most, tokens))
+    limit = "the model's last position"
+    if loaded.model.positions is None:
+        limit = f"{loaded.model.config.context:,} tokens, for which the model was trained; --beyond goes on"
+    notes.append(_ending(new, after.decode(new), stop, limit if most < tokens else f"--tokens {tokens}", most))
     print_line("Answer" if given.chat else "Text", " · ".join(notes), error=True)
     if profile and new:
         with folder(out):
@@ -191,24 +195,23 @@ def _profile(loaded: TextModel, ids: list[int], prompt: int, question: str | Non
     print_files([out / name for name in (PROFILE, "heads.csv", "tokens.csv", "answer.png")], error=True)
 
 
-def _ending(new: list[int], text: str, stop: tuple[str, ...], most: int, tokens: int) -> str:
+def _ending(new: list[int], text: str, stop: tuple[str, ...], limit: str, most: int) -> str:
     """Why the text ends where it does."""
     if found := [one for one in stop if one in text]:
         return f"stopped before {found[0]!r}"
     if len(new) < most:
         return "stopped at the end token"
-    return f"stopped at --tokens {tokens}" if most == tokens else "stopped at the model's last position"
+    return f"stopped at {limit}"
 
 
-def _most_tokens(model: DecoderLM, prompt: int, tokens: int) -> int:
+def _most_tokens(model: DecoderLM, prompt: int, tokens: int, *, beyond: bool) -> int:
     """How many new tokens the positions allow: the last token is not read by the model, so it needs no position."""
-    if model.positions is None:
+    learned, context = model.positions is not None, model.config.context
+    if beyond and not learned:
         return tokens
-    context = model.config.context
     if prompt > context:
-        raise InputError(
-            f"prompt has {prompt:,} tokens, expected at most {context:,}, for which the model has learned positions"
-        )
+        why = "has learned positions" if learned else "was trained; --beyond reads all of them"
+        raise InputError(f"prompt has {prompt:,} tokens, expected at most {context:,}, for which the model {why}")
     return min(tokens, context - prompt + 1)
 
 

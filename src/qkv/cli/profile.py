@@ -191,7 +191,13 @@ def profile(
         return made
 
     laps = Laps()
-    with folder(out):
+    options = {
+        "local_window": "--local-window",
+        "map_tokens": "--map-tokens",
+        "position": "--perturb",
+        "b": "--against",
+    }
+    with folder(out), renamed(**options):
         with laps("loading"):
             loaded, inputs = given.load(passage, image=picture)
             target = given.target_of(passage, target)

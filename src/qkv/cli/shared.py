@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from qkv._files import scheme_of, write_atomically
+from qkv._files import decoded, scheme_of, write_atomically
 from qkv._packages import from_lab
 from qkv._progress import spinner
 from qkv._untrusted import allow, read_bytes
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 def read(file: Path, called: str = "--file") -> str:
     """Read a UTF-8 text file, or standard input if its name is "-". Errors name the option `called`."""
-    no_text = refusing(f"{called}: {file} is not UTF-8 text", UnicodeDecodeError)
-    with refusing(f"{called}: cannot read {file} ({{}})", OSError, ValueError), no_text:
-        data = sys.stdin.buffer.read() if str(file) == "-" else read_bytes(file)
-        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    with refusing(f"{called}: cannot read {file} ({{}})", OSError, ValueError):
+        text = decoded(sys.stdin.buffer.read() if str(file) == "-" else read_bytes(file))
+    if text is None:
+        raise InputError(f"{called}: {file} is not UTF-8 text")
+    return text
 
 
 @contextmanager
@@ -120,7 +121,7 @@ def statistics_of(names: str | None) -> list[Statistic]:
     """The statistics of installed packages with these names, separated by commas."""
     from qkv.statistics.base import STATISTICS
 
-    return [STATISTICS.load(name.strip())() for name in names.split(",")] if names else []
+    return [STATISTICS.load(name.strip())() for name in names.split(",")] if names is not None else []
 
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]

@@ -16,7 +16,7 @@ from qkv.errors import renamed
 if TYPE_CHECKING:
     from qkv.profiler.analyses.sources import Sources
 
-OPTIONS = {"passages": "--passages", "question": "--question", "answer": "--answer"}
+OPTIONS = {"passages": "--passages", "question": "--question", "answer": "--answer", "max_new_tokens": "--tokens"}
 BEGINS = 48  # characters of a passage in the table
 
 
@@ -67,6 +67,7 @@ def sources(
     allow(max_size)
     texts = [read(file, "--passages").strip() for file in passages]
     with folder(out), renamed(**OPTIONS):
+        analysis.check_texts(texts, question, answer, tokens)
         with spinner(f"loading {model}"):
             loaded = load_model(model, dtype=dtype, head=True)
         found = analysis.sources(

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -210,9 +210,10 @@ def survey(
             raise InputError(f"--threads is {threads}, expected at least 1")
         torch.set_num_threads(threads)
     own, ray = statistics_of(statistics), settings.engine == "ray"
-    with renamed(only_shards="--only-shards", chat="--chat"):
+    options = {one.name: f"--{one.name.replace('_', '-')}" for one in fields(settings)}
+    with renamed(**options):
         settings.check()
-    with output_folder(out) as target, _stoppable(target, settings.numbers):
+    with renamed(**options), output_folder(out) as target, _stoppable(target, settings.numbers):
         corpus = _corpus(corpora or ("library",), stream)
         loaded = loading.load_model(model, dtype=settings.dtype)
         loaded.model.to(device_named("cpu" if ray else device))

@@ -136,7 +136,7 @@ def valid_config(folder: Path) -> AbstractContextManager[None]:
 def read_config(folder: Path) -> dict[str, Any]:
     """The contents of config.json."""
     absent = refusing(f"model: no {CONFIG} in {folder} ({{}})", OSError)
-    with absent, refusing(f"{CONFIG} in {folder} is not JSON ({{}})", ValueError):
+    with absent, refusing(f"{CONFIG} in {folder} cannot be read as JSON ({{}})", ValueError):
         found = load_json(folder / CONFIG)
     if not isinstance(found, dict):
         raise InputError(f"{CONFIG} in {folder} is a {type(found).__name__}, expected a JSON object")

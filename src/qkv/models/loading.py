@@ -102,6 +102,11 @@ def load_model(name: str, *, dtype: str = "float32", tokens: int | None = None, 
     file = gguf_files.find(name)
     if file is not None:
         return _load_gguf(file, name, DTYPES[dtype], head=head is not False)
+    if os.path.isfile(name):
+        raise InputError(
+            f"model is {name!r}, which is a file, expected a folder with a model, a GGUF file or a model's name; the "
+            "command line reads a text from --file"
+        )
     folder = checkpoint.folder_of(name) or Path(name)
     if name not in BUILT_IN and _is_qkv(folder):
         return load_qkv(folder, name, DTYPES[dtype])
@@ -152,10 +157,9 @@ def _quiet() -> None:
 
 def _is_qkv(folder: Path) -> bool:
     """True if a folder contains a model of `qkv.models`."""
-    try:
-        kind = checkpoint.read_config(folder).get("model")
-    except InputError:
+    if not (folder / checkpoint.CONFIG).is_file():
         return False
+    kind = checkpoint.read_config(folder).get("model")
     return isinstance(kind, str) and kind in checkpoint.KINDS
 
 
@@ -325,6 +329,8 @@ def rendered_chat(tokenizer: Any, question: str) -> str:
 
 def chat_tokens(tokenizer: Any, question: str) -> dict[str, torch.Tensor]:
     """The tokens (1, n) of `rendered_chat`."""
+    if not question.strip():
+        raise InputError("question is empty, expected a text")
     found = tokenizer(rendered_chat(tokenizer, question), add_special_tokens=False, return_tensors="pt")
     return {name: found[name] for name in ("input_ids", "attention_mask")}
 

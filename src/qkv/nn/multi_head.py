@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkv.attention import Attention
-from qkv.compat import INPUTS, SIZES, renamed, with_blocked
+from qkv.compat import INPUTS, SIZES, renamed, with_blocked, without_name
 from qkv.engine import as_mask
 from qkv.errors import InputError, at_least_one, kind_of, one_of
 from qkv.features import elu_plus_one
@@ -177,7 +177,7 @@ class MultiHeadAttention(nn.Module):
         x: Float[Tensor, "b n d_model"] | None = None,
         context: Float[Tensor, "b m d_context"] | None = None,
         value: Float[Tensor, "b m d_context"] | None = None,
-        *,
+        *others: Any,
         keys_values: KeysValues | None = None,
         mask: Mask | Bool[Tensor, "..."] | None = None,
         is_causal: bool = False,
@@ -198,6 +198,7 @@ class MultiHeadAttention(nn.Module):
             x: the input for queries, and for keys and values unless there is a context. Also called `query`.
             context: the input for keys and values in cross-attention. Also called `key`.
             value: the input for values, if it is not that of the keys.
+            *others: refused: masks and options have names.
             keys_values: the result of `keys_values(context)`, instead of the context.
             mask: True where a query may attend; combined with the mask of the composition by AND.
             is_causal: mask all keys after the query, too. As in torch, the first query is at the first key.
@@ -227,6 +228,8 @@ class MultiHeadAttention(nn.Module):
         >>> layer(query, key, value, return_weights=True)[1].shape
         torch.Size([2, 8, 10, 10])
         """
+        if others:
+            raise without_name("MultiHeadAttention", "x, context and value", others)
         mask = with_blocked(mask, other_names.pop("blocked", None))
         if x is None or other_names:
             x, context = renamed("MultiHeadAttention", other_names, INPUTS, {"x": x, "context": context})

@@ -122,7 +122,13 @@ def profile(
         inputs = default_text(model)
     loaded = load_if_named(model, tokenizer, inputs=inputs)
     model, processor, tokenizer = loaded.model, loaded.tokenizer, tokenizer_of(loaded.tokenizer)
-    _check_settings(local_window, map_tokens, map_bins, layers, probe)
+    measures = Measures(local_window, map_tokens, map_bins)
+    if probe not in (True, False, "again"):
+        raise InputError(f"probe is {probe!r}, expected True, False or 'again' (run the probe texts anew)")
+    if layers is not None and not (
+        isinstance(layers, Collection) and layers and all(isinstance(x, int) and x >= 0 for x in layers)
+    ):
+        raise InputError(f"layers is {layers!r}, expected layer numbers from 0")
     statistics = checked_custom(statistics, {*COLUMNS, *ROLES, *TRAITS})
     runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
@@ -137,7 +143,7 @@ def profile(
                 images = {group: found.seen for group, found in sequences.patches.items()}
             except InputError as error:  # the profile holds without them
                 images = {"unknown": str(error)}
-            recorder = Recorder(Measures(local_window, map_tokens, map_bins, statistics, sequences.patches))
+            recorder = Recorder(replace(measures, statistics=statistics, patches=sequences.patches))
             observer = Observer(
                 model, layers, recorder, lambda module: step(1, of=of), sequences=sequences, partial=partial,
                 hidden_maps=True,
@@ -184,21 +190,6 @@ def _probe(
         return f"not run: {error}", {}
     except Exception as error:  # raised by the model: it may need pixels besides ids, or texts of one fixed length
         return f"not run: {type(error).__name__}: {first_line(error)}", {}
-
-
-def _check_settings(
-    local_window: int, map_tokens: int, map_bins: int, layers: Collection[int] | None, probe: bool | str
-) -> None:
-    if local_window < 1:
-        raise InputError(f"local_window is {local_window}, expected at least 1 token")
-    if map_tokens < 0:
-        raise InputError(f"map_tokens is {map_tokens}, expected 0 (keep no maps) or a number of tokens")
-    if map_bins < 0:
-        raise InputError(f"map_bins is {map_bins}, expected 0 (no small maps) or a number of bins")
-    if probe not in (True, False, "again"):
-        raise InputError(f"probe is {probe!r}, expected True, False or 'again' (run the probe texts anew)")
-    if layers is not None and (not layers or min(layers) < 0):
-        raise InputError(f"layers is {sorted(layers)}, expected layer numbers from 0")
 
 
 def _check_real(masks: Mapping[int, Tensor]) -> None:

@@ -31,7 +31,7 @@ from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import WithMask
-from qkv.errors import InputError, kind_of, refusing
+from qkv.errors import InputError, at_least_one, kind_of, refusing
 from qkv.huggingface.attention import cache_name
 from qkv.masks import Predicate
 from qkv.models.decoder import DecoderLM
@@ -252,8 +252,13 @@ def sources(
     >>> found = qkv.sources("smollm2", passages, "Who built the iron bridge?")  # doctest: +SKIP
     >>> found.verdict(0)  # doctest: +SKIP
     """
+    check_texts(passages, question, answer, max_new_tokens)
     loaded = load_if_named(model, tokenizer, name, head=True)
-    _check(loaded.model, loaded.tokenizer, passages, question, answer)
+    if isinstance(loaded.model, DecoderLM) or not predicts_next_token(loaded.model):
+        raise InputError(
+            f"model {type(loaded.model).__name__} does not answer questions; expected a causal language model of "
+            "Hugging Face with its output head, which was trained to answer, such as 'smollm2'"
+        )
     asked = _Prompt.of(loaded.tokenizer, passages, question.strip())
     given = None if answer is None else _tokens(loaded.tokenizer, answer)
     _check_length(loaded.model, len(asked.ids), max_new_tokens if given is None else len(given))
@@ -268,7 +273,9 @@ def sources(
     )
 
 
-def _check(model: nn.Module, tokenizer: Any, passages: Sequence[str], question: str, answer: str | None) -> None:
+def check_texts(passages: Sequence[str], question: str, answer: str | None, max_new_tokens: int) -> None:
+    """Raise `InputError` for texts that are none, before a model is loaded."""
+    at_least_one(max_new_tokens=max_new_tokens)
     if isinstance(passages, str) or not len(passages):
         raise InputError(
             f"passages is {kind_of(passages) if passages else 'empty'}, expected a list of at least one text"
@@ -278,11 +285,6 @@ def _check(model: nn.Module, tokenizer: Any, passages: Sequence[str], question: 
         if not isinstance(text, str) or not text.strip():
             found = "has no text" if isinstance(text, str) else f"is {kind_of(text)}"
             raise InputError(f"{argument} {found}, expected some")
-    if isinstance(model, DecoderLM) or not predicts_next_token(model):
-        raise InputError(
-            f"model {type(model).__name__} does not answer questions; expected a causal language model of Hugging Face "
-            "with its output head, which was trained to answer, such as 'smollm2'"
-        )
 
 
 def _check_length(model: nn.Module, prompt: int, answer: int) -> None:

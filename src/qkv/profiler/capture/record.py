@@ -125,6 +125,12 @@ class Measures:
     patches: Mapping[str, Patches] = field(default_factory=dict)
     """The patches of images among the keys, by kind of attention."""
 
+    def __post_init__(self) -> None:
+        for name, least in (("local_window", 1), ("map_tokens", 0), ("map_bins", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise InputError(f"{name} is {value!r}, expected a whole number of at least {least}")
+
     def keeps_weights(self, n_queries: int, n_keys: int) -> bool:
         """Whether all weights are kept: if there are as many as `map_tokens` tokens have of each other at most."""
         return n_queries * n_keys <= self.map_tokens**2

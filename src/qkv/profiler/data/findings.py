@@ -406,7 +406,7 @@ class Findings:
     def _question(self) -> Finding | None:
         """What the last token of a chat looks at, from which the answer begins: question, first token, template."""
         question, data = self._attrs.get("arguments", {}).get("chat"), self._data
-        if question is None or "weights" not in data or not np.isfinite(data["weights"].values[0]).all():
+        if not question or "weights" not in data or not np.isfinite(data["weights"].values[0]).all():
             return None
         n = int(data["n_keys"][0])
         tokens = [tables.plain(token) for token in data["key_token"].values[0, :n]]

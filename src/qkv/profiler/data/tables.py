@@ -341,7 +341,7 @@ def is_short(data: xr.Dataset) -> bool:
 
 def uniform_local(data: xr.Dataset) -> float:
     """The mass inside the local window under uniform attention."""
-    window, shares = int(data.attrs["local_window"]), []
+    window, shares = min(int(data.attrs["local_window"]), int(data["n_keys"].max())), []
     for n_queries, n_keys in zip(data["n_queries"].values, data["n_keys"].values, strict=True):
         query = np.arange(n_queries)
         if data.attrs["causal"]:

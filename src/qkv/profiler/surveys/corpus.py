@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import IO, Any, TypeVar
 
-from qkv._files import filesystem
+from qkv._files import decoded, filesystem
 from qkv.errors import InputError, refusing
 
 LINES = (".jsonl", ".ndjson")
@@ -117,7 +117,7 @@ def _even(documents: Sequence[Document], number: int) -> list[Part]:
 
 def document_of_line(name: str, line: bytes) -> Iterator[Document]:
     """The text in a line of JSON, or the reason why there is none; nothing for a blank line."""
-    text, missing = _decoded(line), BINARY
+    text, missing = decoded(line), BINARY
     if text is not None:
         found, missing = None, f"no JSON object with {FIELD!r}"
         with suppress(ValueError, RecursionError):
@@ -129,20 +129,13 @@ def document_of_line(name: str, line: bytes) -> Iterator[Document]:
 
 def document_of_bytes(name: str, data: bytes) -> Document:
     """The text that bytes are, or the reason why they are none."""
-    return _document(name, len(data), _decoded(data), BINARY)
+    return _document(name, len(data), decoded(data), BINARY)
 
 
 def of_value(name: str, text: Any, column: str = FIELD) -> Document:
     """The text that is the value of a row in this column, or the reason why it is none."""
     size = len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0
     return _document(name, size, text, f"no text in {column!r}")
-
-
-def _decoded(data: bytes) -> str | None:
-    """Bytes as UTF-8 text; None if they are binary."""
-    with suppress(UnicodeDecodeError):
-        return None if b"\0" in data else data.decode("utf-8-sig")
-    return None
 
 
 def _document(name: str, size: int, text: Any, missing: str) -> Document:

@@ -130,19 +130,30 @@ class Survey:
         table["sink_score"] = table["sink_score"].fillna(table["sink"])  # no text has 64 tokens
         scores = table[["layer", "head", *names]].rename(columns=names)
         reached = np.stack([scores[kind].to_numpy() >= ROLES[kind].threshold for kind in TYPES])
+        reached &= not self._is_short(table)
         kinds = np.array([*TYPES, MIXED], object)
         scores.insert(2, "type", kinds[np.where(reached.any(0), reached.argmax(0), len(TYPES))])
         return scores
 
+    def _is_short(self, table: pd.DataFrame) -> bool:
+        """Whether rows of even weights alone would make the first token a sink in a text of mean length."""
+        return bool(self.record["tokens"] < self.record["documents"] * (4 if table["next"].any() else 10))
+
     def findings(self, group: str | None = None) -> FindingList:
         """What the means over the corpus say, a number and its meaning each; the first one is the headline."""
         table, types, most = self.heads(group), self.types(group), self.tokens(1, group)
+        n_texts, per_text = self.record["documents"], self.record["tokens"] / self.record["documents"]
+        over_texts = f"over {n_texts:,} text{'s' * (n_texts != 1)}"
+        what = f"heads have an attention sink at the first token, on average {over_texts}"
+        if self._is_short(table):
+            what = f"heads put more than 30 % on the first token {over_texts} of {per_text:.0f} tokens on average, too "
+            what += "short to tell sinks and types"
         kinds, caught = types["type"], np.flatnonzero(types["first token"] > SINK_THRESHOLD)
         over = "all queries after the first" if table["sink_score"].isna().all() else f"the first {PREFIX} queries"
         found = [
             Finding(
                 f"{len(caught):,} of {len(table):,}",
-                f"heads have an attention sink at the first token, on average over {self.record['documents']:,} texts",
+                what,
                 f"Counted are heads whose mean weight on it, over {over}, is above 30 %.",
                 heads=tuple(caught.tolist()),
             ),

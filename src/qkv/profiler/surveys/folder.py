@@ -74,9 +74,9 @@ class Folder:
         before = self.settings()  # another process may have written it at the same time
         if (found := differing(before or {}, settings)) is not None:
             name, was, now = found
+            other = "of another corpus" if name == "corpus" else f"with other settings: {name} was {was} and is {now}"
             raise InputError(
-                f"out is {self.address!r}, which has a survey with other settings: {name} was {was} and is {now}; "
-                "expected the same settings, or another folder"
+                f"out is {self.address!r}, which has a survey {other}; expected the same one, or another folder"
             )
         return self
 
