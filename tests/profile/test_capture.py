@@ -325,16 +325,3 @@ def test_parts_of_image_models_have_the_group_of_another(name: str, config: dict
     model = nn.ModuleDict({"text_model": nn.Identity()})
     model.config = SimpleNamespace(**config)  # type: ignore[assignment]
     assert group_of_module(name, model) == group
-
-
-class Pooled(nn.Module):
-    """Keys and values of every second token, as in a pyramid vision transformer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k = x.unflatten(-1, (2, -1)).transpose(1, 2), x[:, ::2].unflatten(-1, (2, -1)).transpose(1, 2)
-        return nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
-
-
-def test_keys_that_a_module_pools_make_it_cross_attention() -> None:
-    x = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(0))
-    assert [*qkv.profile(Pooled(), {"x": x}, progress=False).groups] == ["self"]

@@ -223,8 +223,8 @@ def group_of_call(
 
     1. A module with "cross" in its name is cross.
     2. A causal call is decoder, or self in a model without encoder and decoder that reads one sequence.
-    3. A call that is not causal and has different numbers of queries and keys is cross, unless the module is given one
-       tensor of hidden states and has fewer keys, which it pools or projects.
+    3. A call that is not causal and has different numbers of queries and keys is cross: its keys are other tokens, or
+       pooled or projected ones, which have no distances.
     4. With as many queries as keys, a module of the encoder is encoder.
     5. A module that is given one tensor of hidden states takes queries and keys from it. It is encoder or decoder in a
        model that reads two texts, by their lengths, else self.
@@ -242,7 +242,7 @@ def group_of_call(
     side = None if match is None else match[1]
     if causal:
         return "decoder" if side or sequences.two else "self"
-    if n_queries != n_keys and not (states == 1 and n_queries > n_keys):
+    if n_queries != n_keys:
         return "cross"
     if side == "encoder" or not sequences.two:
         return side or "self"

@@ -134,7 +134,7 @@ class Running:
                     self.end(module, None)
                 raise
         self.entered.add(name)
-        if run.sequences.two or run.intercept is not None:
+        if run.sequences.two:
             run.hidden_states[name] = count_hidden_states(module, args, named)
         run.modules.append(name)
 
