@@ -22,7 +22,7 @@ ROOMS = {"qkv": ROOT / "src" / "qkv", "qkv_lab": ROOT / "lab" / "qkv_lab", "rese
 # Layers within a room, the lowest first. A dotted name is a package of its own inside another.
 ORDER = {
     "qkv": [
-        "_lazy", "errors", "_above", "_contract", "_packages", "_untrusted", "_files", "_progress",
+        "errors", "_lazy", "_above", "_contract", "_packages", "_untrusted", "_files", "_progress",
         "_registry", "_survey_settings", "course", "lab",
         "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
         "results", "native", "engine", "compat", "reference", "kernels", "linear",
