@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 import qkv
 from conftest import Command
 from qkv.profiler.capture.patches import window
+from qkv.profiler.data import images
+from viewer_fixture import Tab, inaccessible, serving
+
+pytest_plugins = ["viewer_fixture"]
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -356,6 +361,28 @@ def test_a_figure_of_an_image_draws_its_patches_where_they_are(tiles: Any) -> No
             tiles.short.plot.image(tiles.array, **options)
 
 
+def test_the_viewer_draws_the_weights_of_a_token_over_the_image(tiles: Any, tab: Callable[..., Tab]) -> None:
+    def add(session: Any) -> dict[str, int]:
+        of = session.add_profile(tiles.short, image=Image.fromarray(tiles.array))
+        return {"image": of.id, "bare": session.add_profile(tiles.short).id}
+
+    weights = tiles.short.groups["text"]["weights"].values[0, 0, 1, -1]
+    grids = dict(images.grids(tiles.short.groups["text"]))
+    with serving("test", add) as served:
+        group = [*tiles.short.groups].index("text")
+        for source in ("image", "bare"):
+            one = tab(served).open("text", source, group=group, layer=0, head=1)
+            for figure, keys in zip(
+                one.page.locator(".text-patch").all(), (g.keys for g in grids.values()), strict=True
+            ):
+                assert figure.locator("img").count() == (source == "image")
+                shade = figure.locator("i").evaluate_all("x => x.map((one) => one.style.background)")
+                dark = [float(re.findall(r"[\d.]+", one)[-1]) for one in shade]
+                expected = 0.78 * (1 - weights[keys.ravel()] / weights[keys].max())
+                np.testing.assert_allclose(dark, expected, atol=4e-3)
+            assert inaccessible(one.page) == []
+
+
 def test_images_survive_saving_and_rounding(tiles: Any, tmp_path: Any) -> None:
     found = qkv.Profile.load(tiles.long.save(tmp_path / "one.qkv.zip"))
     assert found.image_shares().round(3).equals(tiles.long.image_shares().round(3))
@@ -438,4 +465,5 @@ def test_the_command_line_reads_an_image(tmp_path: Any, command: Command, undraw
     said = command.succeeds("map", *given, "--layer", 0, "--head", 1, "--group", "text", "--out", tmp_path / "map.png")
     assert "text attention" in said or "Map" in said
     assert "--image: cannot read" in command.refuses("profile", tmp_path / "vlm", "?", "--image", tmp_path / "vlm")
-    assert "reads no images" in command.refuses("profile", "qkv-mini", "x", "--image", tmp_path / "one.png")
+    for name in ("profile", "view"):
+        assert "reads no images" in command.refuses(name, "qkv-mini", "x", "--image", tmp_path / "one.png")

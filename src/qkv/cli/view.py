@@ -15,7 +15,7 @@ import tyro
 from qkv._packages import require
 from qkv.cli.shared import Input, saved_profile
 from qkv.cli.terminal import print_line
-from qkv.errors import InputError
+from qkv.errors import InputError, renamed
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ def view(
     given: Annotated[Source, tyro.conf.arg(name="")] = SOURCE,
     *,
     target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
+    image: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
     against: Annotated[str | None, tyro.conf.arg(metavar="PROFILE|MODEL", help_behavior_hint="")] = None,
     port: Annotated[int, tyro.conf.arg(metavar="N")] = 8765,
     no_browser: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
@@ -54,6 +55,8 @@ def view(
     Args:
         given: Model or profile, and text.
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
+        image: Read this image before the text, with a model that reads images; of a profile, the image that it read.
+            The page of the text shows where each token looks.
         against: A second profile, or a second model on the same text, to compare with the first.
         port: Port of the server; 0 chooses a free port. Only this machine can connect to it.
         no_browser: Print the address without opening a browser.
@@ -63,6 +66,7 @@ def view(
     if not 0 <= port <= 65535:
         raise InputError(f"--port is {port}, expected 0 (a free port) to 65535")
 
+    from qkv.models import loading
     from qkv.profiler.capture.inputs import batches
     from qkv.server.run import serve
     from qkv.server.session import Session
@@ -75,14 +79,16 @@ def view(
         raise InputError(f"PROFILE: {source} already has its text, expected no other text, or a model to run on it")
     passage = replace(given, model=names[0]).passage() if names else ""  # one text for both models
     session = Session(Path(source).name or source)
+    with renamed(image="--image"):
+        picture = None if image is None else loading.read_image(image)
     for name, profile in found:
         if profile is not None:
-            session.add_profile(profile, f"{profile.attrs.get('model', 'profile')} ({name})")
+            session.add_profile(profile, f"{profile.attrs.get('model', 'profile')} ({name})", image=picture)
         else:
-            loaded, inputs = given.load(passage, model=name, head=None)
+            loaded, inputs = given.load(passage, model=name, head=None, image=picture)
             list(batches(loaded.model, inputs, loaded.tokenizer, target))  # raises if the model cannot read them
             arguments = replace(given, model=name).arguments(passage, None, target)
-            session.add_model(loaded, inputs, target=target, arguments=arguments)
+            session.add_model(loaded, inputs, target=target, arguments=arguments, image=picture)
 
     def started(url: str) -> None:
         print_line("Viewer", url, main=True)

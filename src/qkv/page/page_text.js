@@ -31,6 +31,7 @@ class TextPage {
     this.settings = h("div", { class: "text-settings" });
     this.key = h("div", { class: "text-key" });
     this.box = h("div", { class: "text-flows" });
+    this.patches = h("div", { class: "text-patches" });
     this.pins = h("div", { class: "text-pins" });
     this.trail = h("nav", { class: "text-trail", "aria-label": "Path through the layers" });
     this.panel = h("div", { class: "text-panel" });
@@ -41,7 +42,7 @@ class TextPage {
     this.root.append(h("div", { class: "text-page" },
       h("div", { class: "text-main" },
         h("div", { class: "text-bar" }, this.find.element, this.settings),
-        this.key, this.box, this.arcs.element),
+        this.key, this.patches, this.box, this.arcs.element),
       h("aside", { class: "text-side", "aria-label": "The selected token" }, this.trail, this.pins, this.panel, this.links.element)));
   }
 
@@ -123,7 +124,7 @@ class TextPage {
     this.links.clear();
     this.arcs.show(null);
     this.box.classList.remove("stale");
-    for (const part of [this.key, this.trail, this.pins, this.panel]) part.replaceChildren();
+    for (const part of [this.key, this.patches, this.trail, this.pins, this.panel]) part.replaceChildren();
     this.box.replaceChildren(h("div", { class: "text-failed", role: "status" }, failure(error, () => this.load(wanted, textOf))));
   }
 
@@ -302,9 +303,19 @@ class TextPage {
     const { crossed } = this.weights;
     for (const [side, { strip }] of Object.entries(this.flows))
       strip.draw(stripColumns({ received: this.shares, selected: this.shades, tones: this.tones, asKeys: !crossed || side === "key", asQueries: !crossed || side === "query" }));
+    replace(this.patches, this.weights.text.patches.map((grid) => this.overlay(grid)));
     this.keys();
     this.about();
     this.drawArcs();
+  }
+
+  /** The patches of an image as a grid, over the image if it is known: the larger the weight on a patch, the brighter. */
+  overlay({ name, keys, picture }) {
+    const { weights } = this.shades?.to ?? this.shares, { text: { keys: tokens }, crossed } = this.weights, top = Math.max(...keys.flat().map((at) => weights[at])) || 1;
+    const cell = (at) => h("i", { style: { background: `rgb(0 0 0 / ${0.78 * (1 - weights[at] / top)})` }, "data-tip": `${named(tokens[at])}\n${weightWords(weights[at])}`, onclick: () => this.togglePin({ side: crossed ? "key" : "query", at }) });
+    return h("figure", { class: "text-patch" }, h("figcaption", {}, h("span", {}, name), h("small", {}, `at most ${weightWords(top)} on a patch`)),
+      h("div", { role: "img", "aria-label": `Weights on the patches of ${name}`, }, picture ? h("img", { src: picture, alt: "" }) : null,
+        h("div", { style: { "grid-template-columns": `repeat(${keys[0].length}, 1fr)`, "aspect-ratio": picture ? null : `${keys[0].length} / ${keys.length}` } }, keys.flat().map(cell))));
   }
 
   // ---- legend and panel ----
@@ -344,7 +355,7 @@ class TextPage {
       name: weights.fileName,
       title: `${weights.source.name}: ${weights.at.of === "model" && !shades ? "all heads" : weights.whose}`,
       note: shades ? `Outlined: ${this.shown.map(({ side, at }) => `“${named(weights.tokensOf(side)[at])}” at ${at}`).join(", ")}` : "Shaded by the attention that each token receives.",
-      elements: [this.box, this.key],
+      elements: [this.patches, this.box, this.key].filter((part) => part.childElementCount),
       csv: () => textCsv({ keys: text.keys, queries, crossed, received, weights: shades }),
     };
   }

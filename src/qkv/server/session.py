@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import functools
 import logging
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import entry_points
+from io import BytesIO
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -20,8 +22,10 @@ from torch import nn
 from qkv.errors import InputError
 from qkv.models import loading
 from qkv.profiler.capture.inputs import batches
+from qkv.profiler.capture.patches import window
 from qkv.profiler.capture.residual import attention_modules
 from qkv.profiler.comparison import effect_of
+from qkv.profiler.data import images
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.pyramid import Cancelled, Stopped
 from qkv.report.payload import as_json, payload
@@ -42,6 +46,8 @@ M = TypeVar("M", bound=nn.Module)
 Prepare = Callable[["Source"], None]
 
 log = logging.getLogger(__name__)
+
+PICTURE = 480  # largest side of an image on a page, in pixels
 
 
 @dataclass(eq=False)
@@ -86,6 +92,8 @@ class Source(SourceState):
     """The groups of the page."""
     arguments: dict[str, Any] | None = None
     """The model and text as options of the command line, from which findings write their next commands."""
+    image: Any = None
+    """The RGB image of Pillow that it reads, if it is known."""
     effects: dict[str, str] = field(default_factory=dict)
     """Of an intervention: for each group, whether it removed the sinks of the model, and why."""
 
@@ -116,13 +124,18 @@ class Session:
         cores = torch.get_num_threads()  # see `qkv.server.jobs.JobQueue`
         self._thread = threading.Thread(target=self._prepare_in_thread, args=(cores,), name="qkv prepare", daemon=True)
 
-    def add_profile(self, profile: Profile, name: str = "") -> Source:
-        """Add a saved profile. Its maps are available as far as the profile stores them."""
+    def add_profile(self, profile: Profile, name: str = "", *, image: Any = None) -> Source:
+        """Add a saved profile, with the RGB image of Pillow that it read, if any.
+
+        Its maps are available as far as the profile stores them.
+        """
 
         def prepare(source: Source) -> None:
             source.profile, source.maps = profile, dict.fromkeys(profile.groups, StoredMaps(profile))
 
-        return self._add(name or str(profile.attrs.get("model", "profile")), "profile", prepare)
+        source = self._add(name or str(profile.attrs.get("model", "profile")), "profile", prepare)
+        source.image = image
+        return source
 
     def add_model(
         self,
@@ -132,10 +145,11 @@ class Session:
         target: str | None = None,
         name: str = "",
         arguments: dict[str, Any] | None = None,
+        image: Any = None,
     ) -> Source:
         """Add a model on its texts, to be profiled; `inputs` and `target` as in `qkv.profile`.
 
-        `arguments` are those of the command, see `qkv.cli.shared.Input.arguments`.
+        `arguments` are those of the command, see `qkv.cli.shared.Input.arguments`; `image` as in `add_profile`.
         """
 
         def prepare(source: Source) -> None:
@@ -144,7 +158,7 @@ class Session:
         # Copy it now: once the model runs, a copy would inherit the hooks that are registered at that moment.
         pristine = replace(loaded, model=copy_sharing_weights(loaded.model))
         source = self._add(name or loaded.name, "model", prepare)
-        source.arguments = arguments
+        source.arguments, source.image = arguments, image
         self._models[source.id] = pristine, inputs, target
         return source
 
@@ -173,6 +187,7 @@ class Session:
 
         if existing is None:
             existing = self._interventions[of, normalizer] = self._add(name, "intervention", prepare)
+            existing.image = self.sources[of].image
         else:
             existing.state, existing.done, existing.stage, existing.error = "running", 0, "waiting", None
             self._pending.put((existing, prepare))
@@ -323,6 +338,19 @@ def _maps(profile: Profile, explorer: explore.Explorer, stopped: Stopped) -> dic
     return found
 
 
+def _seen(source: Source, group: str, grid: images.Grid) -> str | None:
+    """What a grid of patches covers of the image of a source, as the address of a picture; None if it is not known."""
+    seen = source.profile.attrs["images"][group] if source.profile is not None else None
+    if source.image is None or seen is None:
+        return None
+    top, left, tall, wide = window(seen, source.image.height, source.image.width)
+    edges = zip((left, top, left, top), (wide, tall, wide, tall), (grid.edges[at] for at in (1, 0, 3, 2)), strict=True)
+    part, file = source.image.crop([round(first + side * edge) for first, side, edge in edges]), BytesIO()
+    part.thumbnail((PICTURE, PICTURE))
+    part.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 def _build_page(source: Source) -> None:
     """Encode the page and the curves of a source for sending, with the size and resolution of the maps of each text."""
     assert source.profile is not None
@@ -332,5 +360,10 @@ def _build_page(source: Source) -> None:
     for group in page["groups"]:
         for text, view in enumerate(group["texts"]):
             view["map"] = asdict(source.maps[group["name"]].info(group["name"], text))
+            one = source.profile.one_text(text, group["name"])
+            view["patches"] = [
+                {"name": name, "keys": grid.keys.tolist(), "picture": _seen(source, group["name"], grid)}
+                for name, grid in images.grids(one)
+            ]
     source.groups = page["groups"]
     source.page = as_json(page).encode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -88,6 +88,16 @@ def grid_of(data: xr.Dataset, number: int, *, thumbnail: bool) -> Grid:
     edges = places[keys, 2:].astype(float)
     down = len(np.unique(edges[:, 0]))
     return Grid(keys.reshape(down, -1), (*edges[:, :2].min(0).tolist(), *edges[:, 2:].max(0).tolist()))
+
+
+def grids(data: xr.Dataset) -> Iterator[tuple[str, Grid]]:
+    """The patches of every image of the only text of a data set, and of its thumbnail, with names."""
+    places = data["patch"].values[0] if "patch" in data else np.empty((0, 2))
+    found = np.unique(places[np.isfinite(places[:, IMAGE]), :2].astype(int), axis=0).tolist()
+    for number, thumbnail in found:
+        name = f"image {number + 1}" if found[-1][IMAGE] else "the image"
+        name = f"thumbnail of {name}" if thumbnail else name
+        yield name, grid_of(data, number, thumbnail=bool(thumbnail))
 
 
 def weights_on(data: xr.Dataset, grid: Grid, query: int | None) -> np.ndarray:
