@@ -1,4 +1,5 @@
-"""Runs of models of other libraries than transformers: torch's own layers, x-transformers, timm, diffusers, open_clip.
+"""Runs of models of other libraries: torch's own layers, x-transformers, timm, diffusers, open_clip; and of models of
+transformers inside what others put around them: PEFT's adapters, the hooks of accelerate, and nnsight.
 
 Each runs as it is, under `qkv.watch` and under `qkv.profile`. The outputs must be the same bit for bit, and the weights
 must be those of what the model gives to torch's functions, in float64.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import hf_models as hf
 import qkv
 
 F = nn.functional
@@ -57,7 +59,8 @@ def _of_sdpa(
     return scores.softmax(-1)
 
 
-Made = tuple[nn.Module, dict[str, Any]]
+Made = tuple[Any, ...]
+"""A model, its inputs, and how to run it if not by a call."""
 
 
 def _of_torch(random: np.random.Generator) -> Made:
@@ -131,9 +134,74 @@ def _of_open_clip(random: np.random.Generator) -> Made:
     return CLIP(embed_dim=16, vision_cfg=vision, text_cfg=text), inputs
 
 
+def _of_transformers(random: np.random.Generator) -> tuple[nn.Module, dict[str, Tensor]]:
+    name, way = str(random.choice(["llama", "gpt2", "gemma2", "opt"])), [None, "eager"][random.integers(2)]
+    model = hf.build(name, way, suffix="LMHeadModel" if name == "gpt2" else "ForCausalLM")
+    return model, {"input_ids": torch.randint(3, 96, (int(random.integers(1, 4)), int(random.integers(2, 12))))}
+
+
+def _of_peft(random: np.random.Generator) -> Made:
+    import peft
+
+    model, inputs = _of_transformers(random)
+    text: Any = {"task_type": "CAUSAL_LM"}
+    prompts = [peft.PromptTuningConfig(num_virtual_tokens=3, **text), peft.PrefixTuningConfig(num_virtual_tokens=3, **text)]
+    if random.integers(3) == 0:
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        return peft.get_peft_model(model, prompts[random.integers(2)]), inputs
+    adapter = peft.LoraConfig(
+        r=2, target_modules="all-linear", init_lora_weights=False, use_dora=bool(random.integers(2)), **text
+    )
+    made = peft.get_peft_model(model, adapter)
+    state = random.choice(["on", "off", "merged", "another", "by text"])
+    if state in ("another", "by text"):
+        made.add_adapter("other", peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, **text))
+    if state == "off":
+        made.base_model.disable_adapter_layers()
+    elif state == "merged":
+        made.merge_adapter()
+    elif state == "another":
+        made.set_adapter("other")
+    return made, inputs
+
+
+def _of_accelerate(random: np.random.Generator) -> Made:
+    import accelerate
+    from accelerate import hooks
+
+    model, inputs = _of_transformers(random)
+    way = random.choice(["dispatched", "offloaded", "one hook", "two hooks", "hooks of layers"])
+    if way == "dispatched":
+        accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    elif way == "offloaded":
+        accelerate.cpu_offload(model, execution_device="cpu")
+    elif way == "hooks of layers":
+        hooks.attach_align_device_hook(model, execution_device="cpu")
+    else:
+        made = hooks.AlignDevicesHook("cpu", io_same_device=True)
+        hooks.add_hook_to_module(model, made)
+        if way == "two hooks":
+            hooks.add_hook_to_module(model, hooks.AlignDevicesHook("cpu"), append=True)
+    return model, inputs
+
+
+def _of_nnsight(random: np.random.Generator) -> Made:
+    from nnsight import NNsight
+
+    model, inputs = _of_transformers(random)
+    wrapped = NNsight(model)
+
+    def traced() -> Any:
+        with wrapped.trace(**inputs):
+            out = wrapped.output.save()
+        return out
+
+    return (wrapped if random.integers(2) else model), inputs, *([traced] if random.integers(2) else [])
+
+
 ZOO: dict[str, Callable[[np.random.Generator], Made]] = {
     "torch": _of_torch, "x_transformers": _of_x_transformers, "timm": _of_timm, "diffusers": _of_diffusers,
-    "open_clip": _of_open_clip,
+    "open_clip": _of_open_clip, "peft": _of_peft, "accelerate": _of_accelerate, "nnsight": _of_nnsight,
 }  # fmt: skip
 
 
@@ -153,13 +221,15 @@ def mismatch(library: str, seed: int, number: int) -> str | None:
     """What is wrong with a run of a model of a library; None if all is right."""
     random = np.random.default_rng([seed, number])
     torch.manual_seed(int(random.integers(2**31)))
-    made, inputs = ZOO[library](random)
-    model = made.eval()
+    made, inputs, *runs = ZOO[library](random)
+    model = getattr(made, "_module", made).eval()  # of nnsight
     for p in model.parameters():
-        p.copy_(p + 0.1 * torch.randn(p.shape))
-    want = model(**inputs)
-    with qkv.watch(model) as watched:
-        got = model(**inputs)
+        if not p.is_meta:  # offloaded
+            p.copy_(p + 0.1 * torch.randn(p.shape))
+    run = runs[0] if runs else lambda: model(**inputs)
+    want = run()
+    with qkv.watch(made) as watched:
+        got = run()
     if not all(torch.equal(a, b) for a, b in zip(_tensors(want), _tensors(got), strict=True)):
         return f"{library}: the run differs from the same without qkv.watch"
     with Weights() as oracle:
@@ -168,7 +238,7 @@ def mismatch(library: str, seed: int, number: int) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", "hidden states of")  # of layers with different numbers of tokens
-            profiles = [watched.profile(), qkv.profile(model, inputs, probe=False, progress=False)]
+            profiles = [watched.profile(), qkv.profile(made, inputs, probe=False, progress=False)]
     except (UserWarning, qkv.errors.InputError) as error:
         return f"{library}: {error}"
     for profile in profiles:
@@ -188,5 +258,5 @@ def mismatch(library: str, seed: int, number: int) -> str | None:
 def _tensors(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
-    values = x.values() if isinstance(x, dict) else x if isinstance(x, tuple | list) else [*vars(x).values()]
+    values = x.values() if isinstance(x, dict) else x if isinstance(x, tuple | list) else getattr(x, "__dict__", {}).values()
     return [y for one in values for y in _tensors(one)]

@@ -77,8 +77,8 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         step, digest = described["step"], described["sha256"]
         if type(step) is not int or step < 0 or checkpoint.name != _name(step):
             raise ValueError(f"{STATE} has step {step!r}")
+        weights = read_tensors(checkpoint / TENSORS)  # refuses what is not a file, and may have no end
         found = _digest(checkpoint / TENSORS)
-        weights = read_tensors(checkpoint / TENSORS)
     if found != digest:
         raise InputError(f"checkpoint {checkpoint} is damaged: its checksum is not the one written with it{hint}")
     for name, x in model.state_dict().items():

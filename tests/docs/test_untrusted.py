@@ -50,6 +50,25 @@ def test_damaged_and_hostile_files_of_every_format_are_refused_or_loaded(valid: 
     assert not failed, "\n".join(commands)
 
 
+@pytest.mark.slow
+def test_links_to_a_file_without_an_end_are_refused_or_not_read(valid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [(name, file) for name, form in FORMATS.items() for file in form.files]
+
+    class Links:
+        def __init__(self, seed: str) -> None:
+            self.chosen = [*files[int(seed.split()[1])], "a link to /dev/zero"]
+
+        def choice(self, options: object) -> str:
+            return self.chosen.pop(0)
+
+    for form in FORMATS.values():
+        form.open(valid)
+    monkeypatch.setattr(isolate, "Random", Links)
+    reports = [*isolate.run(0, range(len(files)), valid)]
+    assert not [str(x) for x in reports if x.failed and x.outcome != "slow"]
+    assert {x.case.what for x in reports} == {"a link to /dev/zero"}
+
+
 # --- the fuzzer notices ----------------------------------------------------------------------------------------------
 
 

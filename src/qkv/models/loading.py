@@ -132,8 +132,17 @@ def load_if_named(
         tokens = max((len(str(text).encode("utf-8", "surrogatepass")) for text in texts), default=None)
         found = load_model(model, dtype=dtype, tokens=tokens, head=head)
         return Loaded(name or found.name, found.model, tokenizer or found.tokenizer)
-    model = getattr(model, "_orig_mod", model)  # of a compiled model
+    model = unwrapped(model)
     return Loaded(name or name_of_model(model), model, tokenizer)
+
+
+def unwrapped(model: object) -> nn.Module:
+    """Return the module inside a compiled model or a wrapper of nnsight; raise `InputError` if there is none."""
+    found = getattr(model, "_orig_mod", model)
+    found = found if isinstance(found, nn.Module) else getattr(found, "_module", found)
+    if not isinstance(found, nn.Module):
+        raise InputError(f"model is {type(model).__name__}, expected a torch module; qkv.load gives one by its name")
+    return found
 
 
 def name_of_model(model: nn.Module) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qkv.edits import BY_NAME, Edit, Vectors
 from qkv.errors import InputError
+from qkv.models.loading import unwrapped
 from qkv.profiler.capture.datasets import calls_of
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.interventions import ACTIVE, SELF, Edits, Place, shown
@@ -57,9 +58,7 @@ def edit(model: nn.Module, edits: Mapping[Key, Edit | str]) -> Iterator[None]:
     >>> torch.equal(plain, changed), torch.equal(plain, model(ids))
     (False, True)
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is {type(model).__name__}, expected a torch module; qkv.load gives one by its name")
-    model = getattr(model, "_orig_mod", model)
+    model = unwrapped(model)
     places = _checked(model, edits)
     active = Edits(model, places, [(_module(model, place), place) for place in places if isinstance(place[2], str)])
     stack = ACTIVE.setdefault(model, [])

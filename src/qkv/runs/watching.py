@@ -15,7 +15,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 from qkv.errors import InputError
-from qkv.models.loading import name_of_model
+from qkv.models.loading import name_of_model, unwrapped
 from qkv.profiler.capture.caches import overridden
 from qkv.profiler.capture.datasets import Recorded, datasets
 from qkv.profiler.capture.inputs import Sequences
@@ -77,14 +77,15 @@ class Watched:
             f"sequence {self.sequences.index(s)}": f"it did not reach {min(missing)[1]}, and profile(…) has it alone"
             for s, missing in ended.items() if missing
         }  # fmt: skip
-        if not chosen:
+        with self._texts.measuring():
+            records = [self._recorded(s) for s in chosen]
+            groups = datasets(records, self._tokenizer, self._measures.local_window) if records else {}
+        if not groups:
             missing = "; ".join(f"{where}: {reason}" for where, reason in unrecorded.items())
             raise InputError(
                 "watched has no attention, expected the model to run inside the context of qkv.watch"
                 + (f"; not recorded: {missing}" if missing else "")
             )
-        with self._texts.measuring():
-            groups = datasets([self._recorded(s) for s in chosen], self._tokenizer, self._measures.local_window)
         returned = [
             item + sum(one.items for one in chosen[: chosen.index(s)] if of[one] & of[s])
             for s, item in self._returned
@@ -254,11 +255,9 @@ def watch(
     >>> watched.profile().data.sizes["query"]
     3
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is {type(model).__name__}, expected a torch module; qkv.load gives one by its name")
     if every < 1:
         raise InputError(f"every is {every}, expected at least 1")
-    model = getattr(model, "_orig_mod", model)
+    model = unwrapped(model)
     if any((other := o.running.texts) is not None and other.measures is not None for o in OBSERVERS.get(model, ())):
         raise InputError(
             f"model {type(model).__name__} is watched already; expected one qkv.watch at a time, which records "
