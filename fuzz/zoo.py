@@ -145,22 +145,20 @@ def _of_peft(random: np.random.Generator) -> Made:
 
     model, inputs = _of_transformers(random)
     text: Any = {"task_type": "CAUSAL_LM"}
-    prompts = [peft.PromptTuningConfig(num_virtual_tokens=3, **text), peft.PrefixTuningConfig(num_virtual_tokens=3, **text)]
-    if random.integers(3) == 0:
+    if random.integers(4) == 0:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        return peft.get_peft_model(model, prompts[random.integers(2)]), inputs
+        return peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=3, **text)), inputs
     adapter = peft.LoraConfig(
         r=2, target_modules="all-linear", init_lora_weights=False, use_dora=bool(random.integers(2)), **text
     )
     made = peft.get_peft_model(model, adapter)
-    state = random.choice(["on", "off", "merged", "another", "by text"])
-    if state in ("another", "by text"):
-        made.add_adapter("other", peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, **text))
+    state = random.choice(["on", "off", "merged", "another"])
     if state == "off":
         made.base_model.disable_adapter_layers()
     elif state == "merged":
         made.merge_adapter()
     elif state == "another":
+        made.add_adapter("other", peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, **text))
         made.set_adapter("other")
     return made, inputs
 
@@ -258,5 +256,7 @@ def mismatch(library: str, seed: int, number: int) -> str | None:
 def _tensors(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
-    values = x.values() if isinstance(x, dict) else x if isinstance(x, tuple | list) else getattr(x, "__dict__", {}).values()
+    values = (
+        x.values() if isinstance(x, dict) else x if isinstance(x, tuple | list) else getattr(x, "__dict__", {}).values()
+    )
     return [y for one in values for y in _tensors(one)]

@@ -12,6 +12,7 @@ import io
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import pytest
 import torch
 import transformers
 from test_watch import OF_WHOLE_FORWARDS, causal_lm, same, tokens, whole
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, OpenAIGPTConfig, OpenAIGPTLMHeadModel, StaticCache
 
@@ -577,6 +578,43 @@ def test_a_wrapper_in_place_of_forward_changes_what_a_profile_reads(kind: str) -
     with qkv.watch(model) as watched:
         model(IDS, use_cache=False)
     same(watched.profile(), plain, but=set())
+
+
+@torch.no_grad()
+def test_a_wrapper_around_a_model_is_refused() -> None:
+    """As an object of nnsight is."""
+    model, plain = causal_lm(), whole(causal_lm(), IDS)
+    wrapper: Any = SimpleNamespace(_module=model)
+    same(whole(wrapper, IDS), plain, but=set())
+    with qkv.watch(wrapper) as watched, qkv.edit(wrapper, {(0, 1): qkv.edits.Scale(1.0)}):
+        model(IDS, use_cache=False)
+    same(watched.profile(), plain, but=set())
+
+
+class Prompted(nn.Module):
+    """Reads learned vectors before its tokens, as PEFT's prompt tuning, and keeps keys of both in a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.prompt = causal_lm(), nn.Parameter(torch.ones(3, 64))
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Any:
+        states = self.inner.get_input_embeddings()(input_ids)
+        states = torch.cat([self.prompt.expand(len(states), -1, -1), states], 1)
+        return self.inner(inputs_embeds=states, past_key_values=past_key_values, use_cache=True)
+
+
+@torch.no_grad()
+def test_vectors_before_the_tokens_of_a_text_are_taken_for_a_cache_from_elsewhere() -> None:
+    model = Prompted().eval()
+    with qkv.watch(model) as watched:
+        cache = model(IDS).past_key_values
+    same(watched.profile(), qkv.profile(model, IDS, probe=False, progress=False), but=OF_WHOLE_FORWARDS)
+    with qkv.watch(model) as watched:
+        cache = model(IDS).past_key_values
+        model(IDS, cache)
+    with pytest.warns(UserWarning, match="not recorded: forwards with DynamicCache"):
+        watched.profile()
 
 
 @torch.no_grad()

@@ -325,11 +325,7 @@ class Texts:
             sequence.settle(self.layers)
 
     def _ended(self, forward: Forward, output: Any) -> bool:
-        """Whether another forward may continue the text of one that has ended.
-
-        Raises:
-            InputError: if its cache holds something else than its text.
-        """
+        """Whether another forward may continue the text of one that has ended: not if its cache holds something else."""
         sequence, returned = forward.sequence, (getattr(output, name, None) for name in NAMES)
         cache = next((x for x in returned if x is not None), forward.cache)
         if forward.of_encoder:
@@ -343,9 +339,9 @@ class Texts:
             self._follow(cache, sequence)
         try:
             sequence.remember(stored(cache))
-        except InputError as error:
+        except InputError as error:  # for a forward that continues it
             self._follow(cache, error)
-            raise
+            return False
         return True
 
     @property
