@@ -108,6 +108,13 @@ def case(seed: int, number: int) -> Case:
         text, padding = masking.padding(draw, shape)
         mask = padding if mask is None else padding & (_masked(mask))
         mask_text = f"{text} & ({mask_text})"
+    if shape.nq <= shape.nk and draw.chance(0.07):
+        bias.append(parts.forget(draw, shape))
+        mask_text, mask = (
+            ("Causal()", masks.Causal())
+            if mask is None
+            else (f"Causal() & ({mask_text})", masks.Causal() & _masked(mask))
+        )
     visible = dense(mask, shape.b, shape.h, shape.nq, shape.nk)
     inputs, layout = _inputs(draw, shape, dtype, score, visible, large=stress == "large")
     named = {"score": score, "normalizer": normalizer} | {f"bias {i}": part for i, part in enumerate(bias)}

@@ -305,7 +305,7 @@ def _certain(exact: Run, samples: list[Run]) -> Tensor:
 def _smooth(exact: Run, samples: list[Run]) -> Tensor:
     """Rows (b, h, nq) without scores so close to a kink of the weight function that rounding decides the derivative."""
     final, level, normalizer = exact.found.final.detach(), exact.found.level, exact.normalizer
-    if isinstance(normalizer, normalizers.ReLU):
+    if isinstance(normalizer, normalizers.ReLU | normalizers.Softpick):
         from_kink = final
     elif isinstance(normalizer, normalizers.Entmax) and normalizer.alpha > 1.5:  # below, the derivative is continuous
         assert level is not None

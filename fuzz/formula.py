@@ -51,6 +51,9 @@ def attention(
     k, v = (torch.where(used, x, 0.0) for x in (k, v))  # fully masked keys may be NaN
     q = torch.where(visible.any(3)[..., None] | q.isfinite(), q, 0.0)
     q, k = project(score, q, k, rounding)
+    n_visible = visible.sum(-1, keepdim=True).clamp(min=1).to(q)
+    if isinstance(score, scores.SSMax):
+        q = rounding.stored(q * rounding.stored(n_visible.log() * _by_head(score.scale, 0)[:, None, None]))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     final = compare(score, rounding.used(q), rounding.used(k), rounding)
     final = rounding.product(final)
@@ -58,7 +61,6 @@ def attention(
         final = rounding.scores(biased(one, final, rounding.used(q), factor(score, q.shape[-1]), rounding))
     final = final / normalizer.temperature
     final = torch.where(visible, final, -torch.inf)
-    n_visible = visible.sum(-1, keepdim=True).clamp(min=1).to(final)
     sink = sink_logit(score, normalizer, rounding.used(q), key_heads, rounding)
     found = normalize(normalizer, final, n_visible, sink, rounding, near)
     weights = rounding.weights(found.weights)
@@ -86,7 +88,7 @@ def _by_head(x: Any, ndim: int) -> Tensor:
 def project(score: Any, q: Tensor, k: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
     """Projected queries and keys."""
     match score:
-        case scores.Dot():
+        case scores.Dot() | scores.SSMax():
             return q, k
         case scores.General(weight):
             return rounding.stored(q @ _by_head(weight, 2)), k
@@ -115,7 +117,7 @@ def _unit(x: Tensor, rounding: Rounding) -> Tensor:
 def factor(score: Any, size: int) -> float:
     """Factor of a product of `size` entries."""
     match score:
-        case scores.Dot(None):
+        case scores.Dot(None) | scores.SSMax():
             return 1 / math.sqrt(size)
         case scores.Dot(scale) | scores.General(_, scale):
             return float(scale)
@@ -185,6 +187,9 @@ def biased(bias: Any, s: Tensor, q: Tensor, scale: float, rounding: Rounding) ->
             # A product, whose gradient adds thousands of pairs in blocks: one after another, rounding errors add up.
             chosen = torch.nn.functional.one_hot(torch.tensor(buckets), len(table)).to(table)
             return s + (chosen @ table).movedim(-1, 0)
+        case biases.Forget(log_f):  # of the tokens after the key, up to the query
+            total = log_f[(None,) * (3 - log_f.ndim)].cumsum(-1)
+            return s + total[..., s.shape[3] - s.shape[2] :, None] - total[..., None, :]
         case biases.RelativePosition(vectors, _):
             table = _by_head(vectors, 2)
             index = _clipped(s, table.shape[-2] // 2)
@@ -258,6 +263,8 @@ def normalize(
             return Normalized(_one_key(final, weights), None, None, final, exact[..., 0], None, level[..., 0])
         lse = torch.where(empty, -torch.inf, level)[..., 0]
         return Normalized(weights, lse, sink_weight, final, exact[..., 0], None, level[..., 0])
+    if isinstance(normalizer, normalizers.Softpick):
+        return _softpick(final, masked, sink, rounding)
     rows = Rows(_function(normalizer), torch.where(masked, 0.0, final), masked, sink)
     exact, per_sum = level_of(rows, near)
     level = rounding.level(exact, per_sum)
@@ -265,6 +272,19 @@ def normalize(
     own = rows.sink_weight(level)
     weights = rounding.sums_to_one(rows.weights(level), rows.total(level).detach())
     return Normalized(weights, None, None if own is None else own[..., 0], final, exact[..., 0], None, level[..., 0])
+
+
+def _softpick(final: Tensor, masked: Tensor, sink: Tensor | None, rounding: Rounding) -> Normalized:
+    """max(e^s − 1, 0) over the sum of |e^s − 1|, each divided by the largest e^s, or 1."""
+    s = torch.where(masked, 0.0, final)  # whose term is 0
+    terms = s if sink is None else torch.cat([s, sink], -1)
+    above = torch.relu(terms)
+    largest = above.detach().amax(-1, keepdim=True)
+    total = (torch.exp(above - largest) * -torch.expm1(-terms.abs())).sum(-1, keepdim=True)
+    level = rounding.level(torch.where(total == 0, 1.0, total).log() + largest, None)
+    weights = torch.exp(rounding.from_level(above, level) - level) * -torch.expm1(-above)
+    n, own = s.shape[-1], None if sink is None else weights[..., -1]
+    return Normalized(weights[..., :n], None, own, final, None, total[..., 0], level[..., 0])
 
 
 def _function(normalizer: Any) -> Weigh:

@@ -38,6 +38,7 @@ def simple(draw: Draw, shape: Shape) -> tuple[str, Any]:
     kinds = [
         "window", "ahead", "strided", "dilated", "prefix", "prefix or causal", "global", "padding", "dense", "tensor",
         "predicate", "blockwise", "shifted", "longformer", "bigbird", "stripes", "by head",
+        "top keys",
     ]  # fmt: skip
     if shape.nq <= shape.nk:
         kinds.append("document")
@@ -88,6 +89,13 @@ def simple(draw: Draw, shape: Shape) -> tuple[str, Any]:
         ids = (draw.uniform(-1, 3, shape.b, nk)).floor().long()
         ids = ids.sort(-1).values if draw.chance(0.5) else ids
         return "Document(random ids)", masks.Document(ids)
+    if kind == "top keys":
+        block = draw.choice([1, 1, 3])
+        size = (draw.choice([1, shape.b]), draw.choice([1, shape.h]), shape.nq, -(-nk // block))
+        k, scores, among = draw.integer(1, 4), draw.normal(*size), draw.choice([None, masks.Causal()])
+        selection = masks.TopKeys(scores, k, among=among, block=block, n_keys=nk)
+        selection.drawn = scores, among  # type: ignore[attr-defined]  # for the formula
+        return f"TopKeys{size}({k}, among={'Causal()' if among else None}, block={block})", selection
     if kind == "stripes":
         step = draw.integer(2, 4)
         return f"own Stripes({step})", own.Stripes(step)

@@ -53,7 +53,7 @@ def score(draw: Draw, shape: Shape) -> tuple[Part, int]:
     kinds = {"additive": 1.0, "general": 1.5}
     if same:
         kinds |= {"dot": 7.0, "cosine": 1.0, "features": 1.5, "manhattan": 1.0, "gaussian": 1.0, "squares": 1.0}
-        kinds |= {"gained": 1.0}
+        kinds |= {"gained": 1.0, "ssmax": 1.0}
     d, kind = shape.dk, draw.weighted(kinds)
     if kind == "general":
         weight = draw.normal(*draw.choice([(), (shape.h,)]), shape.dq, shape.dk) * shape.dq**-0.5
@@ -63,6 +63,10 @@ def score(draw: Draw, shape: Shape) -> tuple[Part, int]:
         if draw.chance(0.5):
             return Part("Cosine(5)", lambda t: scores.Cosine(5.0)), d
         return Part("Cosine(learned)", lambda t: scores.Cosine(t["scale"]), {"scale": draw.uniform(1, 8, shape.h)}), d
+    if kind == "ssmax":
+        if draw.chance(0.5):
+            return Part("SSMax()", lambda t: scores.SSMax()), d
+        return Part("SSMax(learned)", lambda t: scores.SSMax(t["scale"]), {"scale": draw.uniform(0.3, 1.5, shape.h)}), d
     if kind == "additive":
         return _additive(draw, shape)
     if kind == "features":
@@ -165,6 +169,13 @@ def _masking_bias(draw: Draw, shape: Shape) -> Part:
     return Part(f"Dense{size} with −inf", lambda t: biases.TensorBias(t["tensor"]), {"tensor": tensor})
 
 
+def forget(draw: Draw, shape: Shape) -> Part:
+    """Forget gates, for a causal mask and no more queries than keys."""
+    size = draw.choice([(shape.h, shape.nk), (shape.b, shape.h, shape.nk), (1, shape.nk), (shape.b, 1, shape.nk)])
+    gates = torch.nn.functional.logsigmoid(draw.choice([0.0, 3.0]) + 2 * draw.normal(*size))
+    return Part(f"Forget{size}", lambda t: biases.Forget(t["log_f"]), {"log_f": gates})
+
+
 def far(draw: Draw, shape: Shape, below: float) -> Part:
     """A bias that moves all scores, or those of some queries or some keys, far down."""
     size = draw.choice([(1, 1, 1, 1), (1, 1, shape.nq, 1), (1, 1, 1, shape.nk)])
@@ -183,7 +194,7 @@ def normalizer(draw: Draw, shape: Shape, tiny_mass: float | None, *, large: bool
 
     Large scores have rounding errors of a few units, of which the sine is random.
     """
-    kinds = {"softmax": 8.0, "entmax": 2.0, "sparsemax": 0.8, "hard": 0.8}
+    kinds = {"softmax": 8.0, "entmax": 2.0, "sparsemax": 0.8, "hard": 0.8, "softpick": 1.0}
     kinds |= dict.fromkeys(SUM_TO_ONE, 1.0) | dict.fromkeys(POINTWISE, 1.0)
     if large:
         del kinds["wave"]
@@ -200,6 +211,8 @@ def normalizer(draw: Draw, shape: Shape, tiny_mass: float | None, *, large: bool
     text = f"temperature={temperature}{text}"
     if kind == "softmax":
         return Part(f"Softmax({text})", lambda t: normalizers.Softmax(**named(t)), tensors)
+    if kind == "softpick":
+        return Part(f"Softpick({text})", lambda t: normalizers.Softpick(**named(t)), tensors)
     if kind in ("entmax", "sparsemax"):
         alpha = 2.0 if kind == "sparsemax" else draw.choice([1.5, 1.5, 1.2, 1.75])
         return Part(f"Entmax({alpha}, {text})", lambda t: normalizers.Entmax(alpha, **named(t)), tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +66,14 @@ def is_visible(mask: Any, x: Pairs) -> Tensor:
             return tensor[tuple(i if size > 1 else i * 0 for i, size in where)]
         case masks.Dense(tensor):
             return is_visible(tensor, x)
+        case masks.TopKeys():
+            index_scores, among = mask.drawn  # type: ignore[attr-defined]
+            first = torch.arange(index_scores.shape[-1]) * mask.block
+            if among is not None:
+                seen = is_visible(among, replace(x, j=first))
+                index_scores = index_scores.masked_fill(~seen, -torch.inf)
+            above = (index_scores[..., None, :] > index_scores[..., None]).sum(-1)
+            return ((above < mask.k) & (index_scores > -torch.inf))[..., x.j // mask.block]
         case masks.Causal():
             return x.j <= x.p
         case masks.Window(size, ahead):
