@@ -66,6 +66,7 @@ SEED  ?= 0
 
 fuzz: venv  ## test CASES=10000 random compositions from SEED=0 against a dense float64 formula; a failure prints how to replay it
 	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --jobs 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.functions --cases $(CASES) --seed $(SEED)
 
 fuzz-runs: venv  ## run CASES=10000 random models from SEED=0 under qkv.watch and compare with eager attention; a failure prints how to replay it
 	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.runs --cases $(CASES) --seed $(SEED)

@@ -305,19 +305,20 @@ def _beams(run: Run, profiles: list[qkv.Profile], out: Texts, eager: Any, edited
     return None
 
 
-def main(cases: int = 200, seed: int = 0, case: int | None = None) -> int:
+def main(cases: int = 200, seed: int = 0, case: int | None = None, start: int = 0) -> int:
     """Run random models under `qkv.watch` and compare what is recorded with eager attention.
 
     Args:
         cases: number of runs.
         seed: random seed of all runs.
         case: number of a single one.
+        start: number of the first run.
     """
     failed, missing = 0, zoo.missing()
     for name, reason in missing.items():
         print(f"without models of {name}: {reason}", flush=True)
     libraries = [name for name in zoo.ZOO if name not in missing]
-    for number in range(cases) if case is None else [case]:
+    for number in range(start, start + cases) if case is None else [case]:
         library = libraries[number // 2 % len(libraries)]
         found = zoo.mismatch(library, seed, number) if number % 2 else mismatch(seed, number)
         if found is not None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuzz import functions
 from fuzz.cases import case
 from fuzz.compare import check
 from qkv import masks
 from qkv.engine import Call
 from qkv.kernels import native_call, tiled
+from qkv.kernels.linear import gated
 from qkv.kernels.native_call import Prepared, prepared
 from qkv.partial import sink_gradient
 
@@ -34,6 +36,20 @@ def failures(seed: int, numbers: range) -> list[str]:
 def test_kernels_agree_with_the_formula() -> None:
     found = failures(0, range(CASES))
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("number", range(18))
+def test_functions_and_layers_agree_with_their_formulas(number: int) -> None:
+    assert functions.mismatch(0, number) is None
+
+
+def test_a_wrong_decay_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*of: Any, decay: Tensor | None, **named: Any) -> Any:
+        return gated(*of, decay=None if decay is None else 0.9 * decay, **named)
+
+    monkeypatch.setattr("qkv.linear.gated", wrong)
+    found = [functions.mismatch(0, number) for number in range(0, 60, len(functions.KINDS))]
+    assert any(text is not None and text.startswith("linear_attend: out") for text in found)
 
 
 def test_a_case_depends_on_its_seed_and_number_alone() -> None:
