@@ -32,7 +32,7 @@ LOG2_E = math.log2(math.e)
 
 Scores = Float[Tensor, "*n k"]
 Level = Float[Tensor, "*n #k"]
-Form = Literal["sigmoid", "relu", "elu + 1", "identity", "entmax"]
+Form = Literal["sigmoid", "relu", "elu + 1", "identity", "entmax", "softpick"]
 SinkLogits = Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None
 
 
@@ -439,6 +439,7 @@ class Softpick(SumToOne):
     [0.2857, 0.5714, 0.0]
     """
 
+    form = "softpick"
     temperature: float = 1.0
     sink: SinkLogits = None
     key: Float[Tensor, "heads d"] | None = None

@@ -35,7 +35,7 @@ from qkv.engine import Call
 from qkv.kernels import native as native_kernel
 from qkv.kernels import native_call
 from qkv.masks import Blockwise, Causal, Dense, Grid, Mask, Prefix, Shifted, Window
-from qkv.normalizers import EluPlusOne, Entmax, Hard, Identity, Normalizer, ReLU, Sigmoid, Softmax, Sparsemax
+from qkv.normalizers import EluPlusOne, Entmax, Hard, Identity, Normalizer, ReLU, Sigmoid, Softmax, Softpick, Sparsemax
 from qkv.results import Statistics
 from qkv.statistics import measure
 from qkv.statistics import native as of_library
@@ -107,6 +107,7 @@ NORMALIZERS: dict[str, Callable[[Tensor], Normalizer]] = {  # by a number for ea
     "sparsemax": lambda x: Sparsemax(1.3),
     "sparsemax, sink": lambda x: Entmax(2.0, sink=x),
     "entmax 1.2, sink": lambda x: Entmax(1.2, sink=x),
+    "softpick": lambda x: Softpick(0.8),
 }
 
 
@@ -274,7 +275,7 @@ MULTIPLIED = [(PRODUCTS, BF16), (TILES, BF16), (TILES, HALF), (TILES, SINGLE)]
 
 @pytest.mark.parametrize(("shape", "mask", "bias", "sink", "name", "level", "dtype"), [(*x, *y) for *x, y in covering(
     ["few queries", "more queries than keys", "several tiles", "odd sizes"], MASKS, BIASES, [None, 0.5],
-    ["softmax", "sigmoid", "relu by sum", "entmax, sink"], MULTIPLIED,
+    ["softmax", "sigmoid", "relu by sum", "entmax, sink", "softpick"], MULTIPLIED,
 )], indirect=["level"])  # fmt: skip
 def test_products_of_a_processor_differ_from_float64(
     shape: str, mask: str, bias: str, sink: float | None, name: str, level: int, dtype: torch.dtype,
@@ -365,10 +366,11 @@ def test_a_call_that_it_cannot_serve_reaches_it(monkeypatch: pytest.MonkeyPatch)
         "float64": Call.of(q.double(), k.double(), v.double()),
         "more than 256": Call.of(wide, wide, wide),
         "softmax": Call.of(q, k, v, None, (), None, Hard()),
+        "softpick with a sink": Call.of(q, k, v, None, (), None, Softpick(sink=0.5)),
         "bias of sigmoid": Call.of(q, k, v, None, (), None, Sigmoid(bias=torch.full((4,), torch.inf))),
     }
     assert [name for name, call in calls.items() if native_call.unsupported_reason(call) is None] == []
-    assert qkv.plan(q[:, :, -1:], k, v, normalizer=Entmax()).kernel == "eager"
+    assert {qkv.plan(q[:, :, -1:], k, v, normalizer=x).kernel for x in (Entmax(), Softpick())} == {"eager"}
     part = {"scattered": Dense((torch.arange(70) % 3 == 0)[None, :])}
     call = Call.of(q, k, v)
     assert of_library.attend_and_measure(call, measure.checked(call, call.grid, mass=part), output=False) is None
@@ -669,8 +671,8 @@ def test_one_pass_gives_other_gradients_than_the_weights(shape: str, mask: str, 
 
 
 @pytest.mark.parametrize(("shape", "mask", "bias", "name", "level", "dtype"), [(*x, *y) for *x, y in covering(
-    GRADED[1:], GRADED_MASKS, FIXED, ["softmax", "sigmoid, learned bias, by keys", "elu + 1 by sum", "entmax, sink"],
-    MULTIPLIED[1:],
+    GRADED[1:], GRADED_MASKS, FIXED,
+    ["softmax", "sigmoid, learned bias, by keys", "elu + 1 by sum", "entmax, sink", "softpick"], MULTIPLIED[1:],
 )], indirect=["level"])  # fmt: skip
 def test_gradients_by_products_of_a_processor_differ_from_float64(
     shape: str, mask: str, bias: str, name: str, level: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -116,6 +116,7 @@ COMPOSITIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "elu over the sum": lambda: {"normalizer": normalizers.EluPlusOne("sum"), "mask": Window(4)},
     "learned sink": lambda: {"normalizer": normalizers.Sparsemax().with_sink(parameter(4)), "mask": Causal()},
     "entmax": lambda: {"normalizer": normalizers.Entmax(1.5, temperature=0.7), "mask": named("documents")},
+    "softpick": lambda: {"normalizer": normalizers.Softpick(0.7), "mask": named("documents")},
     "own, of each score": lambda: {"normalizer": Square(), "mask": Causal()},
     "own, over the keys, learned": lambda: {"normalizer": Ramp(), "mask": Causal()},
     "own, over the sum": lambda: {"normalizer": Share(), "mask": Causal()},

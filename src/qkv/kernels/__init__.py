@@ -231,8 +231,8 @@ def _unsupported_reason(name: str, call: Call, *, weights: bool = False, chosen:
     if why is None and name == "flex" and call.q.device.type != "cuda" and not chosen:
         return "it forms all scores unless on CUDA: for tests"
     few = call.q.shape[2] * call.q.shape[1] <= FEW_ROWS * call.k.shape[1]
-    if why is None and name == "native" and few and call.normalizer.form == "entmax" and not chosen:
-        return "few queries of an entmax: their weights are formed without packing the keys"
+    if why is None and name == "native" and few and call.normalizer.form in ("entmax", "softpick") and not chosen:
+        return f"few queries of {call.normalizer.form}: their weights are formed without packing the keys"
     return why
 
 

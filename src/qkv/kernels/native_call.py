@@ -38,8 +38,8 @@ LARGEST_MASK = 2**27  # bytes, one bit a pair: 32,000 queries and keys if `Mask.
 PADDING = 64  # numbers after a table of biases that the library may read
 
 OFFERS: tuple[Need, ...] = ("weights that are no softmax", "biases", "gradients", "tensors in closures")
-NORMALIZERS: tuple[str | None, ...] = (None, "sigmoid", "relu", "elu + 1", "identity", "entmax")
-"""The forms of normalizers by their number in weights.h; that of a softmax is 0."""
+NORMALIZERS = {"sigmoid": 1, "relu": 2, "elu + 1": 3, "identity": 4, "entmax": 5, "softpick": 8}
+"""The numbers in weights.h of the forms of normalizers; that of a softmax is 0."""
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -52,7 +52,9 @@ def unsupported_reason(call: Call) -> str | None:
         return why
     if not call.normalizer.has_lse and call.normalizer.form is None:
         name = type(call.user.normalizer).__name__
-        return f"it computes softmax, sigmoid, ReLU, ELU + 1, the identity and entmax, not {name}"
+        return f"it computes softmax, sigmoid, ReLU, ELU + 1, the identity, entmax and softpick, not {name}"
+    if call.normalizer.form == "softpick" and call.sink is not None:
+        return "it computes softpick without a sink"
     for bias in call.biases:
         if bias.form is None:
             return f"the bias {type(bias).__name__} is not one by distance, a tensor, a difference, or a soft cap"
@@ -220,13 +222,14 @@ def prepared(call: Call, dtype: torch.dtype | None = None) -> Prepared:
         arguments.with_tensors(sinks=sink, ss=sink.stride())
     normalizer = call.normalizer
     if not normalizer.has_lse:
-        arguments.arguments.normalizer = NORMALIZERS.index(normalizer.form)
+        arguments.arguments.normalizer = NORMALIZERS[str(normalizer.form)]
         arguments.arguments.by_sum = normalizer.divide == "sum"
         if normalizer.form == "entmax":  # two of its powers have numbers of their own
             power = 1 / (vars(normalizer)["alpha"] - 1)
             arguments.arguments.power = power
             arguments.arguments.normalizer += {1.0: 0, 2.0: 1}.get(power, 2)
-            arguments.function = arguments.function.replace("decode", "attend")  # levels need packed keys
+        if normalizer.form in ("entmax", "softpick"):  # levels need packed keys
+            arguments.function = arguments.function.replace("decode", "attend")
         for name, strides_of, x in (("shift", "hs", call.shift), ("divisor", "ds", call.divisor)):
             if x is not None:
                 numbers = x.detach().float().expand(call.q.shape[:3])

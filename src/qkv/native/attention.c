@@ -73,9 +73,9 @@ typedef struct {
 } Call;
 
 /* Sums over a row's weights w, before any division: w, w log2 w, w^2, w (key - query), w |key - query|, and
- * w (key - center)^2; the largest and the smallest score, and the first key with the largest; and whether the row has seen
- * a key. */
-typedef struct { double total, bits, squares, place, distance, spread; float offset, top, low; int32_t key, seen; } Row;
+ * w (key - center)^2; what the rounding of a softpick's level leaves; the largest and the smallest score, and the first key
+ * with the largest; and whether the row has seen a key. */
+typedef struct { double total, bits, squares, place, distance, spread, left; float offset, top, low; int32_t key, seen; } Row;
 #define NO_ROW .top = LOWEST, .low = -LOWEST, .key = -1
 
 /* Keys [start, end), whole cells, that are a tile of a block of queries; and where in p its weights are. */
@@ -132,7 +132,8 @@ INLINE void weigh(int kind, int statistics, const float *s, float *p, int64_t pa
         UNROLL for (int v = 0; v < NV; v++) {
             vf t = load((SEPARATE_SCORES ? s : p) + v * VL);
             if (SCALED_LATER) t *= scale;
-            t -= offset, w[v] = weight_of(kind, t, power, &derivative);
+            if (kind == SOFTPICK) w[v] = choose(t <= 0, (vf){0}, picked(t, (vf){0} + offset));
+            else t -= offset, w[v] = weight_of(kind, t, power, &derivative);
             if (statistics || !WEIGHT_SIZE) *(vf *)(p + v * VL) = w[v];
             total += w[v];
             if (statistics) bits += w[v] * log_of_weight(kind, t, w[v]), squares += w[v] * w[v];
@@ -146,7 +147,8 @@ typedef void Weigh(const float *, float *, int64_t, float, float, float, float, 
 #define WEIGH(kind, statistics) static void weigh_##kind##_##statistics(const float *s, float *p, int64_t n, float power, \
         float scale, float offset, float place, int64_t row, Packed *factors, vf sums[4]) { \
     weigh(kind, statistics, s, p, n, power, scale, offset, place, row, factors, sums); }
-#define EACH_NORMALIZER(of) of(SOFTMAX) of(SIGMOID) of(RELU) of(ELU_PLUS_ONE) of(IDENTITY) of(SPARSEMAX) of(ENTMAX_15) of(ENTMAX)
+#define EACH_NORMALIZER(of) of(SOFTMAX) of(SIGMOID) of(RELU) of(ELU_PLUS_ONE) of(IDENTITY) of(SPARSEMAX) of(ENTMAX_15) of(ENTMAX) \
+    of(SOFTPICK)
 #define BOTH(kind) WEIGH(kind, 0) WEIGH(kind, 1)
 EACH_NORMALIZER(BOTH)
 #define ENTRY(kind) [kind] = {weigh_##kind##_0, weigh_##kind##_1},
@@ -600,6 +602,7 @@ static double final_factor(const Call *c, const Row *row, int64_t batch, int64_t
     }
     *lse = c->by_sum ? fabs(row->total) < FLT_MIN ? 1 : row->total : row->offset * M_LN2;
     if (c->by_sum) return 1 / *lse;
+    if (c->normalizer == SOFTPICK) return row->left;
     if (has_level(c)) { /* the offset is rounded, and with it the sum */
         float derivative;
         const double sum_of = row->total + weight_of_sink(c, batch, head, query, row->offset, &derivative);
@@ -652,7 +655,24 @@ INLINE float level_of(int kind, float *x, int64_t n, float power, float sink) {
     return level;
 }
 
-/* Find the offsets of the rows of a block of which all scores are in memory: the levels of their entmax. */
+/* The level of a softpick of row r, log2 of the sum of |e^s - 1|; 0 if that is 0. */
+static void find_level_of_softpick(Space *s, int64_t r) {
+    Row *row = s->row + r;
+    const float top = fmaxf(row->top, 0);
+    double total = 0;
+    for (int64_t slot = 0; slot < s->n_runs; slot++) {
+        const int16_t *span = s->spans + (slot * STRIPS + r / RS) * 2;
+        const float *p = scores_of_row(s, slot, r);
+        vf of_run = {0};
+        for (int64_t panel = span[0]; panel < span[1]; panel++, p += RS * PW)
+            UNROLL for (int v = 0; v < NV; v++) of_run += picked(load(p + v * VL), (vf){0} + top);
+        total += span[0] < span[1] ? sum(of_run) : 0;
+    }
+    const double level = total == 0 ? 0 : top + log2(total);
+    row->offset = (float)level, row->left = exp2(row->offset - level);
+}
+
+/* Find the offsets of the rows of a block of which all scores are in memory: the levels of their normalizers. */
 static void find_levels(const Call *c, Space *s, int64_t n, int64_t batch, int64_t head, int64_t query) {
     for (int64_t r = 0; r < n; r++) {
         Row *row = s->row + r;
@@ -660,6 +680,10 @@ static void find_levels(const Call *c, Space *s, int64_t n, int64_t batch, int64
         const float top = fmaxf(row->top, sink), least = top - c->power * (float)M_LOG2E;
         int64_t count = 0;
         if (top <= LOWEST / 2) continue; /* it sees nothing */
+        if (c->normalizer == SOFTPICK) {
+            find_level_of_softpick(s, r);
+            continue;
+        }
         for (int64_t slot = 0; slot < s->n_runs; slot++) {
             const int16_t *span = s->spans + (slot * STRIPS + r / RS) * 2;
             const float *p = scores_of_row(s, slot, r);

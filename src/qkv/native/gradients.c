@@ -14,7 +14,8 @@
  * run, dv += A^T grad_out and dk += dscore^T q over all queries of the block. A gradient of what keys received needs
  * sum_j A_ij received_j of a whole row first, if its weights are divided by their sum; then the scores of a block are kept from
  * a first pass. The level of an entmax moves with each score: the bracket, for which the first pass then leaves room, loses its
- * mean over the row with the shares of w'.
+ * mean over the row with the shares of w'. That of a softpick moves with each score s by e^(s - level), downwards where s < 0: w'
+ * times the bracket then loses this times the sum of w times the bracket.
  *
  * A bias has the gradient dscore times the derivatives of the functions of the score after it. It is summed over the rows of a
  * strip by distance or by key, added to the table of a thread and head in double precision, and at the end of a key head the
@@ -76,14 +77,17 @@ INLINE void gradients_of(int kind, int statistics, GradientSpace *g, int64_t k, 
     for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, ds += RS * PW, received += PW)
         UNROLL for (int v = 0; v < NV; v++) {
             const vf t = load(p + v * VL) - lse;
-            vf derivative, w = weight_of(kind, t, power, &derivative), x = load(ds + v * VL);
+            vf derivative = {0}, x = load(ds + v * VL), w;
+            if (kind == SOFTPICK) w = choose(t <= -lse, (vf){0}, picked(load(p + v * VL), (vf){0} + lse));
+            else w = weight_of(kind, t, power, &derivative);
             if (statistics) x += load(received + v * VL);
             x = x * mass + constant;
             if (statistics) {
                 x += g->bits[k] * log_of_weight(kind, t, w) + g->weight[k] * w;
                 x += g->far[k] * magnitude(place), place += (float)VL;
             }
-            if (kind >= SPARSEMAX) falls += derivative, moves += derivative * x, *(vf *)(ds + v * VL) = x;
+            if (kind == SOFTPICK) moves += w * x, *(vf *)(ds + v * VL) = x;
+            else if (kind >= SPARSEMAX) falls += derivative, moves += derivative * x, *(vf *)(ds + v * VL) = x;
             else *(vf *)(p + v * VL) = w * mass, *(vf *)(ds + v * VL) = derivative * x;
         }
     if (kind >= SPARSEMAX) g->falls[k] += falls, g->moves[k] += moves;
@@ -102,14 +106,22 @@ INLINE void level_gradients(int kind, float *p, float *ds, int64_t panels, float
     for (int64_t panel = 0; panel < panels; panel++, p += RS * PW, ds += RS * PW)
         UNROLL for (int v = 0; v < NV; v++) {
             vf derivative;
-            *(vf *)(p + v * VL) = mass * weight_of(kind, load(p + v * VL) - level, power, &derivative);
-            *(vf *)(ds + v * VL) = derivative * (load(ds + v * VL) - mean);
+            const vf zero = {0}, score = load(p + v * VL), x = load(ds + v * VL);
+            if (kind == SOFTPICK) {
+                const vf term = exp2_of(maximum(zero - 127, score - level));
+                *(vf *)(p + v * VL) = choose(score <= 0, zero, picked(score, zero + level));
+                *(vf *)(ds + v * VL) = term * choose(score > 0, x - mean, choose(score < 0, zero + mean, zero));
+                continue;
+            }
+            *(vf *)(p + v * VL) = mass * weight_of(kind, score - level, power, &derivative);
+            *(vf *)(ds + v * VL) = derivative * (x - mean);
         }
 }
 static void gradients_at_level(int64_t kind, float *p, float *ds, int64_t panels, float power, float level, float mass,
                                float mean) {
     if (kind == SPARSEMAX) level_gradients(SPARSEMAX, p, ds, panels, power, level, mass, mean);
     else if (kind == ENTMAX_15) level_gradients(ENTMAX_15, p, ds, panels, power, level, mass, mean);
+    else if (kind == SOFTPICK) level_gradients(SOFTPICK, p, ds, panels, power, level, mass, mean);
     else level_gradients(ENTMAX, p, ds, panels, power, level, mass, mean);
 }
 
@@ -190,6 +202,7 @@ static float mean_of(const Gradients *b, const GradientSpace *g, int64_t r, int6
     const Call *c = &b->call;
     const int64_t at = (batch * c->h + head) * c->nq + query;
     double fall = sum(g->falls[r]), move = sum(g->moves[r]);
+    if (c->normalizer == SOFTPICK) return (float)move;
     const double grad = b->grad_sinks ? b->grad_sinks[at] : 0;
     float of_sink;
     weight_of_sink(c, batch, head, query, g->lse[r], &of_sink);

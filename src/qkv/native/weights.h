@@ -2,9 +2,10 @@
  *
  * Scores are in base 2, and t is the difference of a score from the offset of its row: of a softmax a running maximum or the
  * log-sum-exp, of entmax the level, of a weight that depends on its own score alone minus what is added to that (`shift`).
+ * That of softpick needs the score itself: `picked`.
  * The score of a masked pair is LOWEST, which gives the weight 0 and the derivative 0.
  */
-enum { SOFTMAX, SIGMOID, RELU, ELU_PLUS_ONE, IDENTITY, SPARSEMAX, ENTMAX_15, ENTMAX, NORMALIZERS };
+enum { SOFTMAX, SIGMOID, RELU, ELU_PLUS_ONE, IDENTITY, SPARSEMAX, ENTMAX_15, ENTMAX, SOFTPICK, NORMALIZERS };
 
 static const float LOWEST = -1e30f; /* score of a masked pair: its weight is 0, and 0 times it is 0 */
 
@@ -64,6 +65,18 @@ INLINE vf weight_of(int kind, vf t, float power, vf *derivative) {
         w = x * *derivative;
     }
     return w;
+}
+
+/* |e^s - 1| over e^level, s and level in base 2, which is that of a softpick's sum; 0 for a masked pair. The weight is that of
+ * s > 0, and 0 of others. 1 - 2^-|s| near 0 is a polynomial, as the difference would lose digits. */
+INLINE vf picked(vf s, vf level) {
+    const vf zero = {0}, floor = zero - 127, a = magnitude(s), z = a * (float)M_LN2;
+    vf small = 1 - z * (1.0f / 7);
+    small = 1 - z * small * (1.0f / 6), small = 1 - z * small * (1.0f / 5), small = 1 - z * small * (1.0f / 4);
+    small = z * (1 - z * (1 - z * small * (1.0f / 3)) * 0.5f);
+    const vf unit = choose(a < 0.5f, small, 1 - exp2_of(maximum(floor, -a)));
+    const vf w = exp2_of(maximum(floor, maximum(zero, s) - level)) * unit;
+    return choose(s != s, s, choose(s > LOWEST / 2, w, zero));
 }
 
 /* The logarithm to base 2 of a weight, by its t if that is it; 0 times that of 0 is 0, and that of a negative one NaN. */
