@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_watch import in_threads
 from torch import Tensor, nn
+from transformers import SegformerConfig, SegformerModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -325,3 +326,12 @@ def test_parts_of_image_models_have_the_group_of_another(name: str, config: dict
     model = nn.ModuleDict({"text_model": nn.Identity()})
     model.config = SimpleNamespace(**config)  # type: ignore[assignment]
     assert group_of_module(name, model) == group
+
+
+def test_pooled_keys_of_an_image_model_have_distances_to_queries() -> None:
+    sizes = {"hidden_sizes": [16, 32], "num_attention_heads": [1, 2], "sr_ratios": [4, 1], "mlp_ratios": [2, 2]}
+    shapes = {"num_encoder_blocks": 2, "depths": [1, 1], "strides": [4, 2], "patch_sizes": [7, 3]}
+    model = SegformerModel(SegformerConfig(**sizes, **shapes)).eval()
+    profile = qkv.profile(model, {"pixel_values": torch.randn(1, 3, 64, 64)}, probe=False)
+    assert profile.groups == ["cross", "self"]
+    assert profile.heads(group="cross")["distance"].isna().all()

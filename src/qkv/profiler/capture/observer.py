@@ -354,6 +354,8 @@ class Observer:
             or (read and type(self._model).__module__.startswith("transformers."))
         ):
             group, steps = group_of_module(name, self._model), False
+            if n_keys < n_queries and not causal:
+                group = "cross"  # pooled keys, as Segformer's: they are no tokens, and have no distances
         else:
             group = group_of_call(
                 name, n_queries=n_queries, n_keys=n_keys, causal=causal, two_sided=self.modules.two_sided,

@@ -325,7 +325,7 @@ class Texts:
             sequence.settle(self.layers)
 
     def _ended(self, forward: Forward, output: Any) -> bool:
-        """Whether another forward may continue the text of one that has ended: not if its cache holds something else."""
+        """Whether another forward may continue a text that has ended: not if its cache holds something else."""
         sequence, returned = forward.sequence, (getattr(output, name, None) for name in NAMES)
         cache = next((x for x in returned if x is not None), forward.cache)
         if forward.of_encoder:
