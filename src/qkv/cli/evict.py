@@ -86,6 +86,7 @@ def evict(
     from qkv.plot.analyses import budget_figure, heads_figure, needle_figure
     from qkv.plot.layout import save_figure
     from qkv.profiler.analyses import eviction
+    from qkv.profiler.analyses.needle import needle as hidden_fact
 
     sizes = numbers(budgets, "--budgets")
     several = given.is_default and not needle
@@ -102,7 +103,7 @@ def evict(
             "policies": [part.strip() for part in policies.split(",")], "name": loaded.name,
         }  # fmt: skip
         if needle:
-            hidden = eviction.needle(loaded.model, inputs, **options)
+            hidden = hidden_fact(loaded.model, inputs, **options)
             _show_needle(hidden)
             files = [out / "needle.csv"]
             write_atomically(files[0], hidden.to_csv(index=False).encode())

@@ -124,12 +124,17 @@ def causality(module: nn.Module, arguments: Mapping[str, Any]) -> bool | None:
 
 def routes(module: nn.Module) -> bool:
     """True if the module's code gets its attention function from transformers' attention interface."""
-    return bool(globals_of(type(module)))
+    return bool(globals_of(module))
+
+
+def globals_of(module: nn.Module) -> dict[str, Any]:
+    """The globals of the code of a module that calls transformers' attention interface; empty if it does not."""
+    kind: type = type(module)
+    return _class_globals(kind)
 
 
 @functools.cache
-def globals_of(kind: type) -> dict[str, Any]:
-    """The globals of the code of a class that calls transformers' attention interface; empty if it does not."""
+def _class_globals(kind: type) -> dict[str, Any]:
     for cls in kind.__mro__:
         if cls is nn.Module or cls.__module__ == "transformers.modeling_utils":
             break
@@ -307,7 +312,7 @@ OnCall = Callable[[nn.Module, Callable[..., Any], Own, tuple[Any, ...], dict[str
 
 def function_of(module: nn.Module) -> Callable[..., Any] | None:
     """The attention function that a module of transformers calls by its configuration; None if it cannot be found."""
-    found = globals_of(type(module))
+    found = globals_of(module)
     name = getattr(getattr(module, "config", None), "_attn_implementation_internal", None)
     registered = found.get(INTERFACE, {}).get(name)
     if hasattr(registered, "replaced"):  # the model is watched
@@ -318,7 +323,7 @@ def function_of(module: nn.Module) -> Callable[..., Any] | None:
 
 def eager_of(module: nn.Module) -> Callable[..., Any] | None:
     """The function that a module calls in transformers' eager implementation; None if it cannot be found."""
-    function: Callable[..., Any] | None = globals_of(type(module)).get(EAGER)
+    function: Callable[..., Any] | None = globals_of(module).get(EAGER)
     return function
 
 
@@ -350,9 +355,7 @@ def wrapped(model: nn.Module, on_call: OnCall) -> Iterator[None]:
     wrapper = frozenset(id(module) for module in model.modules() if routes(module)), on_call
     names = {config._attn_implementation_internal for config in configurations(model)}
     entries: list[tuple[dict[Any, Any], Any, Callable[..., Any]]] = []
-    local = (
-        globals_of(type(module)).get(INTERFACE) for module in model.modules()
-    )  # some models have functions of their own
+    local = (globals_of(module).get(INTERFACE) for module in model.modules())  # some models have functions of their own
     mappings = [x._local_mapping for x in local if x is not None and x._local_mapping]
     interfaces = [AttentionInterface._global_mapping, *{id(x): x for x in mappings}.values()]
     entries += [(interface, name, _calling) for interface in interfaces for name in names]

@@ -346,7 +346,7 @@ WEIGHTS = ("sink", "self_", "previous", "next_", "received", "prefix_sink_scores
 
 
 def sums_to_one(normalizer: Normalizer | None) -> bool:
-    """Return whether the weights of a row, with that of a sink logit, sum to 1; None is the softmax.
+    """Return whether the weights of a row, with that of a sink logit, sum to 1; None is a softmax.
 
     >>> from qkv.normalizers import EluPlusOne, Sigmoid, Softmax
     >>> [sums_to_one(x) for x in (Softmax(sink=0.0), EluPlusOne(divide="sum"), EluPlusOne(), Sigmoid())]
