@@ -187,7 +187,10 @@ class DecoderConfig:
             raise InputError("layer_types is (), expected the name of a type, or several that repeat over the layers")
         for kind in given:
             one_of("layer_types", kind, (None, *LAYER_TYPES))
-        own = {*self.kinds}
+        period = min(self.layers, math.lcm(len(given), len(self.window) if isinstance(self.window, tuple) else 1))
+        if period > 2**16:  # of a hostile file
+            raise InputError(f"layer_types and window repeat after {period:,} layers, expected at most 65,536")
+        own = {self._type_of(layer) for layer in range(period)}
         defaults = {f.name: f.default for f in fields(self)}
         for name, kinds in USED_BY.items():
             if (value := getattr(self, name)) != defaults[name] and not own.intersection(kinds):
@@ -199,7 +202,7 @@ class DecoderConfig:
             raise InputError(f"positions is {self.positions!r} with latent layers, expected 'rotary'")
         if "differential" in own and self.positions in ("alibi", "t5"):
             raise InputError(f"positions is {self.positions!r} with differential layers, expected no bias of scores")
-        for layer in range(self.layers):
+        for layer in range(period):
             kind, window = self._type_of(layer), self._window_of(layer)
             if kind not in SOFTMAX and window is not None:
                 raise InputError(f"window is {window} in layer {layer}, which is {kind!r}, expected None for it")
