@@ -48,7 +48,7 @@ class Launches(TorchDispatchMode):
         """Memory that the operations read and write, each tensor once for each operation."""
 
     def __enter__(self) -> Launches:
-        self._keeping = mock.patch.object(tiles, "_other_tensors", return_value=False)
+        self._keeping = mock.patch.object(tiles, "dispatching", return_value=False)
         self._keeping.start()
         super().__enter__()
         return self
